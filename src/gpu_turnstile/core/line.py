@@ -1,0 +1,127 @@
+"""The line: tickets that wait, in one queue per set of wanted tenants, each in order of arrival.
+
+Bookkeeping only; who goes next is the policy's business. Every operation but `resort` costs time in proportion to the
+number of *queues*, never of tickets: ten thousand waiters must not make an event slow.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from gpu_turnstile.core.model import Request, Waiting
+
+
+@dataclass(slots=True)
+class Entry:
+    number: int
+    seq: int
+    since: float
+    deadline: float | None
+    visit: bool
+    client: str
+
+
+@dataclass(slots=True)
+class Queue:
+    """Tickets that want the same. Never empty while it is in the line."""
+
+    wants: tuple[str, ...]
+    in_place: bool
+    rank: int
+    entries: OrderedDict[int, Entry] = field(default_factory=OrderedDict)
+
+    @property
+    def head(self) -> Entry:
+        return next(iter(self.entries.values()))
+
+
+class Line:
+    def __init__(self) -> None:
+        self.seq = 0  # of the newest ticket
+        self._queues: dict[tuple[tuple[str, ...], bool], Queue] = {}
+        self._of: dict[int, Queue] = {}
+        self._deadlines: list[tuple[float, int]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._of)
+
+    def __contains__(self, ticket: int) -> bool:
+        return ticket in self._of
+
+    def queues(self) -> tuple[Queue, ...]:
+        return tuple(self._queues.values())
+
+    def queue_of(self, ticket: int) -> Queue:
+        return self._of[ticket]
+
+    def tickets(self, which: Callable[[Queue], bool] = lambda queue: True) -> list[int]:
+        return [number for queue in self._queues.values() if which(queue) for number in queue.entries]
+
+    def join(self, request: Request, wants: tuple[str, ...], rank: int, now: float) -> None:
+        key = (wants, request.in_place)
+        queue = self._queues.get(key)
+        if queue is None:
+            queue = self._queues[key] = Queue(wants, request.in_place, rank)
+        self.seq += 1
+        deadline = now + request.wait if request.wait else None
+        queue.entries[request.ticket] = Entry(request.ticket, self.seq, now, deadline, request.visit, request.client)
+        self._of[request.ticket] = queue
+        if deadline is not None:
+            heapq.heappush(self._deadlines, (deadline, request.ticket))
+
+    def leave(self, ticket: int) -> Entry:
+        queue = self._of.pop(ticket)
+        entry = queue.entries.pop(ticket)
+        if not queue.entries:
+            del self._queues[queue.wants, queue.in_place]
+        return entry
+
+    def resort(self, known: Callable[[str], int | None]) -> list[int]:
+        """Sort everybody anew after the tenants changed. `known` gives a tenant's rank, None if it is no more.
+
+        Returns the tickets that nothing can serve any more; they stay until they `leave`.
+        """
+        lost: list[int] = []
+        entries = sorted(
+            ((entry, queue) for queue in self._queues.values() for entry in queue.entries.values()),
+            key=lambda pair: pair[0].seq,
+        )
+        self._queues.clear()
+        for entry, old in entries:
+            wants = tuple(want for want in old.wants if known(want) is not None)
+            if not wants:
+                lost.append(entry.number)
+                wants = old.wants
+            key = (wants, old.in_place)
+            queue = self._queues.get(key)
+            if queue is None:
+                queue = self._queues[key] = Queue(wants, old.in_place, known(wants[0]) or 0)
+            queue.entries[entry.number] = entry
+            self._of[entry.number] = queue
+        return lost
+
+    def expired(self, now: float) -> Iterable[Entry]:
+        """Take out and return whoever has waited as long as it may."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, ticket = heapq.heappop(self._deadlines)
+            if ticket in self._of:
+                yield self.leave(ticket)
+
+    @property
+    def next_deadline(self) -> float | None:
+        while self._deadlines and self._deadlines[0][1] not in self._of:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def view(self, target: str | None) -> Iterator[Waiting]:
+        """Everybody, in the order they would be served if nothing else happened."""
+        line = sorted(
+            (target not in q.wants, -q.rank, e.seq, e.number, q.wants, e.client, e.since)
+            for q in self._queues.values()
+            for e in q.entries.values()
+        )
+        for position, (_, _, _, number, wants, client, since) in enumerate(line, 1):
+            yield Waiting(number, wants, client, since, position)

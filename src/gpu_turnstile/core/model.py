@@ -1,0 +1,310 @@
+"""The words of the scheduler: what it is told (events), what it answers (effects), what it keeps (state).
+
+Everything here is a frozen value: no I/O, no clock, no behaviour beyond reading itself. Times are seconds on
+whatever monotonic clock the caller uses; sizes are GB. Names are the field's words and are spelled the same in
+code, API, logs and metrics.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class Mode(StrEnum):
+    """The kind of tenant that holds the card. `IDLE` means nobody does."""
+
+    LLM = "llm"
+    COMFYUI = "comfyui"
+    TRAIN = "train"
+    IDLE = "idle"
+
+
+class Phase(StrEnum):
+    """What the scheduler is doing with the card right now."""
+
+    IDLE = "idle"  # nobody holds it, nobody is coming
+    SERVING = "serving"  # a tenant holds it and is granted leases
+    DRAINING = "draining"  # somebody else is next; leases of the victims run out
+    SWAPPING = "swapping"  # victims are going, the target is coming; nobody is granted anything
+
+
+class Code(StrEnum):
+    """Why a ticket was refused. The text is the seeds' error code, the gateway turns it into a status."""
+
+    UNKNOWN_MODEL = "unknown_model"
+    UNKNOWN_ROUTE = "unknown_route"
+    LOCKED = "locked"
+    MODEL_UNAVAILABLE = "model_unavailable"
+    SERVICE_INACTIVE = "service_inactive"
+    SWAP_FAILED = "swap_failed"
+    BUSY = "busy"
+    SHUTTING_DOWN = "shutting_down"
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """A preset as the scheduler sees it.
+
+    `exclusive`: each of its leases is alone on the card (one ComfyUI job at a time).
+    `rank`: the priority class; a waiting ticket of a higher rank stops new grants of a lower one.
+    `drain_grace`: seconds its leases may hold a swap off; None = for ever (engines somebody else runs).
+    `linger`: seconds it may stay on the card with nothing to do; 0 = leave at once, None = for ever.
+    `footprint`: GB it needs on the card; 0 = unknown.
+    `revision`: anything that changes when the preset changes, so that a changed resident is noticed.
+    """
+
+    name: str
+    mode: Mode
+    footprint: float = 0.0
+    exclusive: bool = False
+    rank: int = 0
+    drain_grace: float | None = 60.0
+    linger: float | None = None
+    revision: str = ""
+
+
+# ---------------------------------------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A ticket: somebody wants the card for one of `wants`, best first.
+
+    `in_place`: any of `wants` serves it as well (an alias chain, a capability), so it may be granted on a
+    resident that is being drained. `visit`: bring the tenant in, but take no lease (a mode switch).
+    `wait`: seconds it may wait before it is refused as busy; None = until the client leaves; 0 = never waits.
+    """
+
+    ticket: int
+    wants: tuple[str, ...]
+    in_place: bool = False
+    visit: bool = False
+    wait: float | None = None
+    client: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """The client of a waiting ticket has left."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The work of a lease has ended. A lease has the number of its ticket."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class SwapSucceeded:
+    swap: int
+
+
+@dataclass(frozen=True, slots=True)
+class SwapFailed:
+    """A swap or an unload did not end as ordered.
+
+    `residents`: who is on the card and serves, re-derived from the engines and runtimes, never remembered.
+    `stuck`: who may still hold memory but cannot serve (an uncertain release); evicted before anybody comes.
+    """
+
+    swap: int
+    reason: str
+    residents: tuple[str, ...] = ()
+    stuck: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLost:
+    """A resident is gone without having been asked to go (crash, kill from outside)."""
+
+    tenant: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lock:
+    """Pin `tenant` (None = the resident) for `owner`, for `ttl` seconds."""
+
+    owner: str
+    tenant: str | None
+    ttl: float
+
+
+@dataclass(frozen=True, slots=True)
+class Unlock:
+    """Take `owner` off the lock; None = everybody."""
+
+    owner: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Renew:
+    owner: str
+    ttl: float
+
+
+@dataclass(frozen=True, slots=True)
+class SetMode:
+    """Bring `tenant` in with no work attached (`POST /mode`). Answered like a ticket that takes no lease."""
+
+    ticket: int
+    tenant: str
+    wait: float | None = None
+    client: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Unload:
+    """Empty the card (after draining it). Waiting tickets are served afterwards."""
+
+
+@dataclass(frozen=True, slots=True)
+class PresetsChanged:
+    """The whole new table of tenants. Removed and changed residents drain and leave; nobody else is touched."""
+
+    tenants: tuple[Tenant, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """Refuse whoever waits or comes; let the leases run out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """A timer that was asked for has run out."""
+
+
+Event = (
+    Request
+    | Cancel
+    | Release
+    | SwapSucceeded
+    | SwapFailed
+    | EngineLost
+    | Lock
+    | Unlock
+    | Renew
+    | SetMode
+    | Unload
+    | PresetsChanged
+    | Shutdown
+    | Tick
+)
+
+# --------------------------------------------------------------------------------------------- effects
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """The ticket is a lease on `tenant` now (or, for a visit, an answer and no lease)."""
+
+    ticket: int
+    tenant: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """`retry_after`: seconds after which asking again makes sense; None = it does not by itself."""
+
+    ticket: int
+    code: Code
+    message: str
+    retry_after: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StartSwap:
+    """Evict `evict`, prove their memory back, then admit `target`.
+
+    `cut`: leases that are ended by force because the drain grace ran out; they need no Release any more.
+    """
+
+    swap: int
+    target: str
+    evict: tuple[str, ...] = ()
+    cut: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StartUnload:
+    swap: int
+    evict: tuple[str, ...]
+    cut: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """These leases ended because their engine is gone; they need no Release any more."""
+
+    tickets: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SetTimer:
+    """Send a Tick at `at`; replaces the timer set before. None = no timer is needed."""
+
+    at: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Persist:
+    """What must survive a restart has changed; `state` is the whole of it, JSON-able."""
+
+    state: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something a person may want to know: a line in the log, an item in `/events`."""
+
+    kind: str
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+Effect = Grant | Refuse | StartSwap | StartUnload | Cut | SetTimer | Persist | Note
+
+# ---------------------------------------------------------------------------------------------- answers
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A waiting ticket as people see it. `position` counts from 1 in the order it would be served."""
+
+    ticket: int
+    wants: tuple[str, ...]
+    client: str
+    since: float
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A lease as people see it."""
+
+    ticket: int
+    tenant: str
+    client: str
+    since: float
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All of the scheduler that anybody outside may read. A read never gates a change."""
+
+    phase: Phase
+    mode: Mode
+    residents: tuple[str, ...]
+    stuck: tuple[str, ...]
+    name: str | None  # the resident, or the last one: kept when its engine is lost or unloaded
+    target: str | None  # who is coming, while draining or swapping
+    drain_deadline: float | None  # when the swap is forced; None = never
+    leases: tuple[Held, ...]
+    waiting: tuple[Waiting, ...]
+    locks: dict[str, Any]

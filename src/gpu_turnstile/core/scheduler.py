@@ -1,0 +1,618 @@
+"""The scheduler: a pure state machine that knows who holds the card and decides who is next.
+
+`handle(event, now)` is the only way anything changes. It never blocks, never looks at a clock, never does I/O; the
+same events give the same effects. Whoever calls it carries the effects out and tells it what happened.
+
+How it works. Tickets that cannot be granted at once wait in the line. After every event `_advance` asks the policy
+for the one ticket that must be served next:
+
+    it can run on a resident      -> grant it, ask again
+    it must wait for a lease      -> wait (an exclusive lease is alone)
+    its tenant is not on the card -> it is the target: the victims drain, that is, nobody is granted anything on them
+                                     any more, except what an alias can still serve in place; when their leases, or
+                                     their grace, have run out, the swap starts
+
+The target of a drain is not a decision of its own: it is whoever the policy names now, so a client that leaves, or a
+more urgent one that comes, needs no special case. During a swap nothing is decided at all. A completed swap first
+serves the waiters it was made for; only then may anything drain the newcomer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from gpu_turnstile.core import budget, policy
+from gpu_turnstile.core.line import Line, Queue
+from gpu_turnstile.core.locks import LockBook
+from gpu_turnstile.core.model import (
+    Cancel,
+    Code,
+    Cut,
+    Effect,
+    EngineLost,
+    Event,
+    Grant,
+    Held,
+    Lock,
+    Mode,
+    Note,
+    Persist,
+    Phase,
+    PresetsChanged,
+    Refuse,
+    Release,
+    Renew,
+    Request,
+    SetMode,
+    SetTimer,
+    Shutdown,
+    Snapshot,
+    StartSwap,
+    StartUnload,
+    SwapFailed,
+    SwapSucceeded,
+    Tenant,
+    Tick,
+    Unload,
+    Unlock,
+)
+from gpu_turnstile.core.policy import Rules
+
+
+@dataclass(slots=True)
+class _Resident:
+    """A tenant on the card. `leases`: ticket -> (client, since)."""
+
+    tenant: Tenant
+    since: float
+    idle_since: float
+    leases: dict[int, tuple[str, float]] = field(default_factory=dict)
+    cohort: int = 0  # tickets up to this sequence number waited when it came in
+    fresh: bool = False  # it has not served them yet
+    begun: bool = False  # it has served somebody
+    stale: bool = False  # its preset was changed or removed: it drains and leaves
+    stuck: bool = False  # it may hold memory but cannot serve
+
+    @property
+    def serves(self) -> bool:
+        return not (self.stale or self.stuck)
+
+
+@dataclass(frozen=True, slots=True)
+class _Drain:
+    """Leases of `victims` are running out. `since` is when the first of them was asked to."""
+
+    since: float
+    target: str | None
+    victims: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Swap:
+    number: int
+    target: Tenant | None
+    victims: dict[str, _Resident]
+    since: float
+
+    @property
+    def name(self) -> str | None:
+        return self.target.name if self.target else None
+
+
+class Scheduler:
+    """See the module's docstring. `residents` is what was found on the card at the start, never remembered."""
+
+    def __init__(
+        self,
+        tenants: Iterable[Tenant],
+        rules: Rules | None = None,
+        *,
+        now: float = 0.0,
+        residents: Iterable[str] = (),
+        stuck: Iterable[str] = (),
+        name: str | None = None,
+        locks: dict[str, Any] | None = None,
+    ) -> None:
+        self.rules = rules or Rules()
+        self._tenants = {t.name: t for t in tenants}
+        self._residents: dict[str, _Resident] = {}
+        self._leases: dict[int, _Resident] = {}
+        self._line = Line()
+        self._swap: _Swap | None = None
+        self._swaps = 0
+        self._drain: _Drain | None = None
+        self._unload = False
+        self._closing = False
+        self._armed: float | None = None
+        self._name = name if name in self._tenants else None
+        self._locks = LockBook.restore(locks or {}, now)
+        for found in residents:
+            self._settle(found, self._tenants.get(found), now)
+        for found in stuck:
+            self._settle(found, self._tenants.get(found), now, stuck=True)
+        self._handlers: dict[type[Any], Callable[[Any, float, list[Effect]], None]] = {
+            Request: self._on_request,
+            Cancel: self._on_cancel,
+            Release: self._on_release,
+            SwapSucceeded: self._on_swap_succeeded,
+            SwapFailed: self._on_swap_failed,
+            EngineLost: self._on_engine_lost,
+            Lock: self._on_lock,
+            Unlock: self._on_unlock,
+            Renew: self._on_renew,
+            SetMode: self._on_set_mode,
+            Unload: self._on_unload,
+            PresetsChanged: self._on_presets_changed,
+            Shutdown: self._on_shutdown,
+            Tick: self._on_tick,
+        }
+
+    # ------------------------------------------------------------------------------------------ the door
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """Take one event at time `now` (seconds, never going back); returns what must be done, in order."""
+        out: list[Effect] = []
+        self._handlers[type(event)](event, now, out)
+        return out
+
+    # ------------------------------------------------------------------------------------------- tickets
+
+    def _on_request(self, event: Request, now: float, out: list[Effect]) -> None:
+        if self._closing:
+            out.append(Refuse(event.ticket, Code.SHUTTING_DOWN, "the gate is shutting down"))
+            return
+        known = event.wants
+        for want in known:
+            if want not in self._tenants:
+                known = tuple(w for w in known if w in self._tenants)
+                break
+        if not known:
+            out.append(Refuse(event.ticket, Code.UNKNOWN_MODEL, f"no preset is called {event.wants[0]!r}"))
+            return
+        if not self._locks.allows(known):
+            out.append(self._policed(event.ticket, known, now))
+            return
+        if not self._line and self._swap is None and not self._unload:
+            resident = self._serving(known)
+            if resident is not None and self._compatible(resident):
+                self._grant(resident, event.ticket, event.visit, event.client, now, out)
+                return
+        self._line.join(event, known, self._tenants[known[0]].rank, now)
+        self._advance(now, out)
+        if event.wait == 0 and event.ticket in self._line and not self._coming(known):
+            self._line.leave(event.ticket)
+            out.append(self._busy(event.ticket, "the card is in use"))
+            self._advance(now, out)
+
+    def _on_set_mode(self, event: SetMode, now: float, out: list[Effect]) -> None:
+        self._on_request(
+            Request(event.ticket, (event.tenant,), visit=True, wait=event.wait, client=event.client), now, out
+        )
+
+    def _on_cancel(self, event: Cancel, now: float, out: list[Effect]) -> None:
+        if event.ticket in self._line:
+            self._line.leave(event.ticket)
+            self._advance(now, out)
+
+    def _on_release(self, event: Release, now: float, out: list[Effect]) -> None:
+        resident = self._leases.pop(event.ticket, None)
+        if resident is None:  # cut before: the swap or the crash has settled it
+            return
+        del resident.leases[event.ticket]
+        if not resident.leases:
+            resident.idle_since = now
+        if (
+            self._line
+            or self._unload
+            or (not resident.leases and (resident.stale or resident.tenant.linger is not None))
+        ):
+            self._advance(now, out)
+
+    def _grant(self, resident: _Resident, ticket: int, visit: bool, client: str, now: float, out: list[Effect]) -> None:
+        resident.begun = True
+        if resident.tenant.exclusive:
+            resident.fresh = False
+        if not visit:
+            resident.leases[ticket] = (client, now)
+            self._leases[ticket] = resident
+        elif not resident.leases:
+            resident.idle_since = now
+            self._rearm(now, out)
+        out.append(Grant(ticket, resident.tenant.name))
+
+    def _busy(self, ticket: int, why: str) -> Refuse:
+        return Refuse(ticket, Code.BUSY, why, self.rules.retry_after)
+
+    def _policed(self, ticket: int, wants: tuple[str, ...], now: float) -> Refuse:
+        lapse = self._locks.next_lapse
+        return Refuse(
+            ticket,
+            Code.MODEL_UNAVAILABLE,
+            f"{wants[0]!r} cannot run now: the card is locked to {self._locks.tenant!r} "
+            f"by {', '.join(self._locks.owners)}",
+            None if lapse is None else max(1.0, lapse - now),
+        )
+
+    # ------------------------------------------------------------------------------------------ decision
+
+    def _advance(self, now: float, out: list[Effect]) -> None:
+        """Decide until nothing more can be decided. Nothing is decided during a swap."""
+        self._expire(now, out)
+        while self._swap is None and self._step(now, out):
+            pass
+        for resident in self._residents.values():
+            resident.fresh = resident.fresh and not resident.begun
+        self._rearm(now, out)
+
+    def _step(self, now: float, out: list[Effect]) -> bool:
+        """One decision; True when there may be another one."""
+        if self._unload:
+            return self._make_room(None, dict(self._residents), now, out)
+        head = self._next(now)
+        if head is None:
+            return self._leave(now, out)
+        queue, resident = head
+        if resident is not None:
+            self._drain = None
+            if not self._compatible(resident):
+                return False
+            ticket = self._line.leave(queue.head.number)
+            self._grant(resident, ticket.number, ticket.visit, ticket.client, now, out)
+            return True
+        target = self._tenants[self._wanted(queue)]
+        victims = self._victims(target)
+        if self._make_room(target, victims, now, out):
+            return True
+        self._grant_in_place(now, out)
+        return False
+
+    def _next(self, now: float) -> tuple[Queue, _Resident | None] | None:
+        """The queue whose head must be served next, and the resident that can serve it, if any."""
+        best: tuple[Queue, _Resident | None] | None = None
+        best_key: tuple[int, int, int, int] | None = None
+        for queue in self._line.queues():
+            resident = self._serving(queue.wants)
+            ticket = queue.head
+            key = policy.order(
+                policy.Head(
+                    seq=ticket.seq,
+                    rank=queue.rank,
+                    since=ticket.since,
+                    served=resident is not None,
+                    cohort=resident is not None and ticket.seq <= resident.cohort,
+                    fresh=resident is not None and resident.fresh,
+                ),
+                now,
+                self.rules,
+            )
+            if best_key is None or key < best_key:
+                best, best_key = (queue, resident), key
+        return best
+
+    def _serving(self, wants: tuple[str, ...]) -> _Resident | None:
+        for want in wants:
+            resident = self._residents.get(want)
+            if resident is not None and resident.serves:
+                return resident
+        return None
+
+    def _wanted(self, queue: Queue) -> str:
+        """Whom to bring in for a queue: its first choice, or the locked preset, which is one of its choices then."""
+        return self._locks.tenant or queue.wants[0]
+
+    def _compatible(self, resident: _Resident) -> bool:
+        """An exclusive lease is alone on the card."""
+        if resident.tenant.exclusive:
+            return not self._leases
+        return not any(r.leases and r.tenant.exclusive for r in self._residents.values())
+
+    def _coming(self, wants: tuple[str, ...]) -> bool:
+        return self._swap is not None and self._swap.name in wants
+
+    def _victims(self, target: Tenant) -> dict[str, _Resident]:
+        """Who has to leave for `target`: whoever cannot serve, and as many others as the budget says."""
+        healthy = {n: r.tenant.footprint for n, r in self._residents.items() if r.serves and n != target.name}
+        leaving = set(budget.plan_eviction(healthy, target.footprint, self.rules.capacity, self.rules.colocate))
+        return {n: r for n, r in self._residents.items() if n in leaving or not r.serves}
+
+    def _make_room(self, target: Tenant | None, victims: dict[str, _Resident], now: float, out: list[Effect]) -> bool:
+        """Start the swap if the victims are drained or out of grace, else let them drain. True = decided."""
+        if target is None and not victims:
+            self._unload = False
+            return True
+        inflight = sum(len(r.leases) for r in victims.values())
+        if inflight:
+            name, names = target.name if target else None, tuple(victims)
+            if self._drain is None:
+                out.append(Note("drain", {"target": name, "victims": list(names), "inflight": inflight}))
+            self._drain = _Drain(self._drain.since if self._drain else now, name, names)
+            deadline = self._deadline(self._drain)
+            if deadline is None or now < deadline:
+                return False
+        self._begin(target, victims, now, out)
+        return True
+
+    def _deadline(self, drain: _Drain) -> float | None:
+        """When the swap may cut the leases that still hold it off; None = never."""
+        latest = drain.since
+        for name in drain.victims:
+            resident = self._residents.get(name)
+            if resident is None or not resident.leases:
+                continue
+            if resident.tenant.drain_grace is None:
+                return None
+            latest = max(latest, drain.since + resident.tenant.drain_grace)
+        return latest
+
+    def _begin(self, target: Tenant | None, victims: dict[str, _Resident], now: float, out: list[Effect]) -> None:
+        cut = tuple(t for r in victims.values() for t in r.leases)
+        for ticket in cut:
+            del self._leases[ticket]
+        for name, resident in victims.items():
+            resident.leases.clear()
+            del self._residents[name]
+        self._swaps += 1
+        self._swap = _Swap(self._swaps, target, victims, now)
+        self._drain = None
+        if cut:
+            out.append(Note("forced", {"target": self._swap.name, "cut": len(cut), "victims": list(victims)}))
+        evict = tuple(victims)
+        if target is None:
+            out.append(StartUnload(self._swaps, evict, cut))
+        else:
+            out.append(StartSwap(self._swaps, target.name, evict, cut))
+
+    def _grant_in_place(self, now: float, out: list[Effect]) -> None:
+        """While the residents drain, serve what an alias or capability can still be served with.
+
+        Only on residents whose drain is bounded, else a stream of such requests could hold the target off for ever;
+        and never past a waiting ticket of a higher rank.
+        """
+        queues = self._line.queues()
+        top = max(queue.rank for queue in queues)
+        for queue in [q for q in queues if q.in_place and q.rank == top]:
+            resident = self._serving(queue.wants)
+            if resident is None or resident.tenant.drain_grace is None or not self._compatible(resident):
+                continue
+            while queue.entries:
+                ticket = self._line.leave(queue.head.number)
+                self._grant(resident, ticket.number, ticket.visit, ticket.client, now, out)
+                if resident.tenant.exclusive:
+                    break
+
+    def _leave(self, now: float, out: list[Effect]) -> bool:
+        """Nobody waits. Residents whose preset is gone, or who lingered long enough, leave."""
+        stale = {n: r for n, r in self._residents.items() if r.stale}
+        if stale:
+            return self._make_room(None, stale, now, out)
+        self._drain = None
+        for name, resident in self._residents.items():
+            leaves = self._leaves_at(resident)
+            if leaves is not None and leaves <= now:
+                self._begin(None, {name: resident}, now, out)
+                return True
+        return False
+
+    def _leaves_at(self, resident: _Resident) -> float | None:
+        name, linger = resident.tenant.name, resident.tenant.linger
+        if linger is None or resident.leases or resident.stuck or self._locks.tenant == name:
+            return None
+        return resident.idle_since + linger
+
+    # --------------------------------------------------------------------------------------------- swaps
+
+    def _on_swap_succeeded(self, event: SwapSucceeded, now: float, out: list[Effect]) -> None:
+        swap = self._ended(event.swap)
+        if swap is None:
+            return
+        if swap.target is not None:
+            self._settle(swap.target.name, swap.target, now, cohort=self._line.seq)
+        out.append(Note("swapped", {"target": swap.name, "evicted": list(swap.victims), "seconds": now - swap.since}))
+        self._persist(now, out)
+        self._advance(now, out)
+
+    def _on_swap_failed(self, event: SwapFailed, now: float, out: list[Effect]) -> None:
+        swap = self._ended(event.swap)
+        if swap is None:
+            return
+        known = {n: r.tenant for n, r in swap.victims.items()}
+        if swap.target is not None:
+            known[swap.target.name] = swap.target
+        for name in (*event.residents, *event.stuck):
+            if name not in self._residents:
+                self._settle(name, known.get(name) or self._tenants.get(name), now, stuck=name in event.stuck)
+        out.append(Note("swap_failed", {"target": swap.name, "reason": event.reason, "stuck": list(event.stuck)}))
+        if swap.target is not None and swap.name not in event.residents:
+            for ticket in self._line.tickets(lambda q: self._wanted(q) == swap.name):
+                self._line.leave(ticket)
+                out.append(Refuse(ticket, Code.SWAP_FAILED, event.reason, self.rules.retry_after))
+        self._persist(now, out)
+        self._advance(now, out)
+
+    def _ended(self, number: int) -> _Swap | None:
+        swap = self._swap
+        if swap is None or swap.number != number:
+            return None
+        self._swap = None
+        if swap.target is None:
+            self._unload = False
+        return swap
+
+    def _settle(self, name: str, tenant: Tenant | None, now: float, *, cohort: int = 0, stuck: bool = False) -> None:
+        """`name` is on the card now, as `tenant`. One that no table knows can only be stuck."""
+        if tenant is None:
+            tenant, stuck = Tenant(name, Mode.IDLE), True
+        current = self._tenants.get(name)
+        stale = not stuck and (current is None or current.revision != tenant.revision)
+        self._residents[name] = _Resident(tenant, now, now, cohort=cohort, fresh=cohort > 0, stale=stale, stuck=stuck)
+        if not stuck and current is not None:
+            self._name = name
+
+    def _on_engine_lost(self, event: EngineLost, now: float, out: list[Effect]) -> None:
+        resident = self._residents.pop(event.tenant, None)
+        if resident is None:  # going or coming: the swap's own end tells
+            return
+        tickets = tuple(resident.leases)
+        for ticket in tickets:
+            del self._leases[ticket]
+        out.append(Note("engine_lost", {"tenant": event.tenant, "reason": event.reason, "cut": len(tickets)}))
+        if tickets:
+            out.append(Cut(tickets, event.reason))
+        self._persist(now, out)
+        self._advance(now, out)
+
+    # ------------------------------------------------------------------------------------ people's wishes
+
+    def _on_unload(self, event: Unload, now: float, out: list[Effect]) -> None:
+        self._unload = True
+        self._advance(now, out)
+
+    def _on_presets_changed(self, event: PresetsChanged, now: float, out: list[Effect]) -> None:
+        self._tenants = {t.name: t for t in event.tenants}
+        for name, resident in self._residents.items():
+            fresh = self._tenants.get(name)
+            if fresh is not None and fresh.revision == resident.tenant.revision:
+                resident.tenant = fresh
+            elif not resident.stuck:
+                resident.stale = True
+        for ticket in self._line.resort(lambda name: self._tenants[name].rank if name in self._tenants else None):
+            gone = self._line.queue_of(ticket).wants[0]
+            self._line.leave(ticket)
+            out.append(Refuse(ticket, Code.UNKNOWN_MODEL, f"the preset {gone!r} was removed"))
+        if self._name not in self._tenants:
+            self._name = None
+        if self._locks.tenant is not None and self._locks.tenant not in self._tenants:
+            for owner in self._locks.drop(None):
+                out.append(Note("lapsed", {"owner": owner, "reason": "its preset was removed"}))
+            self._persist(now, out)
+        out.append(Note("presets", {"tenants": list(self._tenants)}))
+        self._advance(now, out)
+
+    def _on_shutdown(self, event: Shutdown, now: float, out: list[Effect]) -> None:
+        self._closing = True
+        for ticket in self._line.tickets():
+            self._line.leave(ticket)
+            out.append(Refuse(ticket, Code.SHUTTING_DOWN, "the gate is shutting down"))
+        self._advance(now, out)
+
+    # --------------------------------------------------------------------------------------------- locks
+
+    def _on_lock(self, event: Lock, now: float, out: list[Effect]) -> None:
+        tenant = event.tenant if event.tenant is not None else next(iter(self._residents), None)
+        if tenant is None or tenant not in self._tenants or not self._locks.take(tenant, event.owner, now + event.ttl):
+            out.append(Note("lock_refused", {"owner": event.owner, "preset": tenant, "lock": self._locks.view(now)}))
+            return
+        for ticket in self._line.tickets(lambda q: tenant not in q.wants):
+            wants = self._line.queue_of(ticket).wants
+            self._line.leave(ticket)
+            out.append(self._policed(ticket, wants, now))
+        self._lock_changed("locked", event.owner, now, out)
+
+    def _on_unlock(self, event: Unlock, now: float, out: list[Effect]) -> None:
+        for owner in self._locks.drop(event.owner):
+            self._lock_changed("unlocked", owner, now, out)
+
+    def _on_renew(self, event: Renew, now: float, out: list[Effect]) -> None:
+        if self._locks.renew(event.owner, now + event.ttl):
+            self._lock_changed("renewed", event.owner, now, out)
+
+    def _lock_changed(self, kind: str, owner: str, now: float, out: list[Effect]) -> None:
+        out.append(Note(kind, {"owner": owner, "lock": self._locks.view(now)}))
+        self._persist(now, out)
+        self._advance(now, out)
+
+    # -------------------------------------------------------------------------------------------- timers
+
+    def _on_tick(self, event: Tick, now: float, out: list[Effect]) -> None:
+        self._armed = None
+        self._advance(now, out)
+
+    def _expire(self, now: float, out: list[Effect]) -> None:
+        for entry in self._line.expired(now):
+            out.append(self._busy(entry.number, f"waited {now - entry.since:.0f} s for the card, the longest allowed"))
+        for owner in self._locks.lapse(now):
+            out.append(Note("lapsed", {"owner": owner, "lock": self._locks.view(now)}))
+            self._persist(now, out)
+
+    def _rearm(self, now: float, out: list[Effect]) -> None:
+        """Ask for a Tick at the next moment that matters. One that comes too early does no harm."""
+        due = min(self._moments(), default=None)
+        if due is not None and (self._armed is None or due < self._armed):
+            self._armed = due
+            out.append(SetTimer(due))
+
+    def _moments(self) -> Iterator[float]:
+        for moment in (self._line.next_deadline, self._locks.next_lapse):
+            if moment is not None:
+                yield moment
+        if self._swap is not None:
+            return
+        if self._drain is not None:
+            deadline = self._deadline(self._drain)
+            if deadline is not None:
+                yield deadline
+        elif not self._line:
+            for resident in self._residents.values():
+                leaves = self._leaves_at(resident)
+                if leaves is not None:
+                    yield leaves
+
+    def _persist(self, now: float, out: list[Effect]) -> None:
+        out.append(Persist({"mode": self.mode.value, "model": self._name, "lock": self._locks.view(now)}))
+
+    # ------------------------------------------------------------------------------------------- reading
+
+    @property
+    def mode(self) -> Mode:
+        """The kind of tenant on the card, or on its way to it."""
+        for resident in self._residents.values():
+            if resident.serves:
+                return resident.tenant.mode
+        if self._swap is not None and self._swap.target is not None:
+            return self._swap.target.mode
+        return Mode.IDLE
+
+    @property
+    def phase(self) -> Phase:
+        if self._swap is not None:
+            return Phase.SWAPPING
+        if self._drain is not None:
+            return Phase.DRAINING
+        return Phase.SERVING if any(r.serves for r in self._residents.values()) else Phase.IDLE
+
+    @property
+    def resident(self) -> str | None:
+        """The tenant that serves now; with several, the one that came first."""
+        return next((n for n, r in self._residents.items() if r.serves), None)
+
+    @property
+    def nominal(self) -> str | None:
+        """The resident, or the one that was there last: what a request without a model means."""
+        return self.resident or self._name
+
+    def snapshot(self, now: float) -> Snapshot:
+        """Everything a person may see. Costs time in proportion to leases and waiters: not for the hot path."""
+        return Snapshot(
+            phase=self.phase,
+            mode=self.mode,
+            residents=tuple(n for n, r in self._residents.items() if r.serves),
+            stuck=tuple(n for n, r in self._residents.items() if r.stuck),
+            name=self.nominal,
+            target=self._bound_for,
+            drain_deadline=self._deadline(self._drain) if self._drain else None,
+            leases=tuple(
+                Held(ticket, r.tenant.name, client, since)
+                for r in self._residents.values()
+                for ticket, (client, since) in r.leases.items()
+            ),
+            waiting=tuple(self._line.view(self._bound_for)),
+            locks=self._locks.view(now),
+        )
+
+    @property
+    def _bound_for(self) -> str | None:
+        if self._swap is not None:
+            return self._swap.name
+        return self._drain.target if self._drain else None

@@ -1,0 +1,1 @@
+"""One file per server dialect. `registry.py` names them all."""

@@ -1,0 +1,130 @@
+"""What every engine can be asked, whatever its dialect. One file per dialect implements this.
+
+An engine here is a thin translator between HTTP and a few plain answers. It knows no scheduler, keeps no state
+that the real server could contradict, and never guesses: what it could not find out is `None` or `UNKNOWN`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import ClassVar, Protocol
+
+import httpx
+
+from gpu_turnstile.core.model import Mode
+
+
+class Health(StrEnum):
+    READY = "ready"  # answers work now
+    LOADING = "loading"  # alive, not ready yet
+    DOWN = "down"  # no answer
+    BROKEN = "broken"  # answers, but says it cannot serve
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    health: Health
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model the engine says it holds. `vram` in bytes; None = it does not say."""
+
+    name: str
+    vram: int | None = None
+    detail: dict[str, object] = field(default_factory=dict)
+
+
+class Released(StrEnum):
+    """How sure we are that an engine gave its memory back (DESIGN: only the memory itself ends an eviction)."""
+
+    EMPTY = "empty"  # the engine's own list is empty
+    ACCEPTED = "accepted"  # it said yes, and has no list to check (ComfyUI's /free)
+    UNREACHABLE = "unreachable"  # nobody answered: it may be off, or hang with its memory
+    TIMEOUT = "timeout"  # its list did not become empty in time
+    REFUSED = "refused"  # it answered that it will not (an error status)
+    UNSUPPORTED = "unsupported"  # it has no call for that (an old ComfyUI without /free)
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """What became of a release. `left`: what its list still names; `detail`: one line for a person."""
+
+    outcome: Released
+    detail: str = ""
+    left: tuple[str, ...] = ()
+
+
+class JobEnd(StrEnum):
+    """How a tracked job ended. Label of the metric and word in the log."""
+
+    SUCCESS = "success"
+    ERROR = "error"
+    INTERRUPTED = "interrupted"
+    DELETED = "deleted"  # taken out of the queue before it ran
+    CLEARED = "cleared"  # it ran and ended; its history entry was cleared before anybody could read how
+    LOST = "lost"  # neither queued nor in history: the server was restarted
+    TIMEOUT = "timeout"  # JOB_TIMEOUT
+
+
+class JobPhase(StrEnum):
+    """Where a tracked job is. A word for `/status`; nothing is decided by it."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    UNREACHABLE = "unreachable"  # the server does not answer; the job may well be running
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Poll intervals and limits in seconds; the defaults are the turnstile document's."""
+
+    unload_timeout: float = 60.0
+    unload_poll: float = 0.5
+    unload_resend: float = 10.0
+    history_poll: float = 1.0
+    job_timeout: float = 900.0
+    free_timeout: float = 30.0
+    warm_timeout: float = 120.0
+    call_timeout: float = 5.0
+
+
+class Engine(Protocol):
+    kind: ClassVar[str]
+    mode: ClassVar[Mode]
+    url: str  # base URL without a trailing slash
+
+    def __init__(self, url: str, http: httpx.AsyncClient, timing: Timing) -> None: ...
+
+    async def probe(self) -> Probe:
+        """One look, bounded by `timing.call_timeout`, never raises."""
+        ...
+
+    async def loaded(self) -> tuple[Loaded, ...] | None:
+        """What holds memory in the engine, by its own word; None = it could not be asked or does not say."""
+        ...
+
+    async def busy(self) -> bool | None:
+        """Whether it works on something, whoever sent it; None = unknown (callers treat it as busy)."""
+        ...
+
+    async def release(self) -> Release:
+        """Give the card's memory back without stopping the server; bounded by the timing, never raises.
+
+        No outcome proves the memory back: that is the card's word (gpu/settle).
+        """
+        ...
+
+
+class Tracker(Protocol):
+    """An engine whose work outlives the answer to the request that began it (ComfyUI)."""
+
+    async def track(self, job: str, on_phase: Callable[[JobPhase], None] | None = None) -> JobEnd:
+        """Return when the job has ended, bounded by `timing.job_timeout`.
+
+        `on_phase` is called on the loop whenever the phase changes.
+        """
+        ...

@@ -1,0 +1,1 @@
+"""The data plane: listeners, request intake, relay, upstream pool. Bytes, not objects."""

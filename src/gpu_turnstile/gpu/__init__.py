@@ -1,0 +1,1 @@
+"""What the card says about its memory."""

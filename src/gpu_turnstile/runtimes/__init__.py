@@ -1,0 +1,1 @@
+"""How an engine is put on the card and taken off."""
