@@ -583,6 +583,11 @@ class Scheduler:
         return Phase.SERVING if any(r.serves for r in self._residents.values()) else Phase.IDLE
 
     @property
+    def inflight(self) -> int:
+        """How many leases there are."""
+        return len(self._leases)
+
+    @property
     def resident(self) -> str | None:
         """The tenant that serves now; with several, the one that came first."""
         return next((n for n, r in self._residents.items() if r.serves), None)

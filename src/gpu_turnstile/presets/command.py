@@ -1,0 +1,73 @@
+"""How a preset becomes a command line: pure text, nothing is started or looked up here.
+
+`{port}` and `{model}` are replaced in `command`, `args` and `env` of every engine; any other brace is left alone, so
+JSON in an argument stays what it is. `llama-server` also gets the flags its preset's keys stand for; the preset's own
+`args` come last, because the last one wins.
+"""
+
+from __future__ import annotations
+
+import os.path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gpu_turnstile.presets.schema import Model, Preset
+
+_REPOSITORY = "https://huggingface.co/{repo}/resolve/main/{file}"
+
+
+def argv(preset: Preset, port: int, host: str) -> tuple[str, ...]:
+    runtime = preset.runtime
+    flags = _llama_server(preset, port, host) if preset.engine == "llama-server" else ()
+    return (
+        *(_filled(text, preset, port) for text in runtime.command),
+        *flags,
+        *(_filled(text, preset, port) for text in runtime.args),
+    )
+
+
+def environment(preset: Preset, port: int) -> dict[str, str]:
+    return {name: _filled(text, preset, port) for name, text in preset.runtime.env.items()}
+
+
+def _filled(text: str, preset: Preset, port: int) -> str:
+    text = text.replace("{port}", str(port))
+    if preset.model is None:
+        return text
+    return text.replace("{model}", _path(preset, preset.model.path) or preset.model.repo or "")
+
+
+def _llama_server(preset: Preset, port: int, host: str) -> tuple[str, ...]:
+    runtime = preset.runtime
+    flags = [*_weights(preset, preset.model), "--host", host, "--port", str(port)]
+    if runtime.context is not None:
+        flags += ["-c", str(runtime.context)]
+    if runtime.parallel is not None:
+        flags += ["-np", str(runtime.parallel)]
+    return tuple(flags)
+
+
+def _weights(preset: Preset, model: Model | None) -> list[str]:
+    if model is None:
+        return []
+    flags = _from_disk(preset, model) if model.path else _from_repository(model)
+    if model.chat_template:
+        flags += ["--chat-template-file", _path(preset, model.chat_template)]
+    return flags
+
+
+def _from_disk(preset: Preset, model: Model) -> list[str]:
+    flags = ["-m", _path(preset, model.path)]
+    return [*flags, "--mmproj", _path(preset, model.mmproj)] if model.mmproj else flags
+
+
+def _from_repository(model: Model) -> list[str]:
+    flags = ["--hf-repo", model.repo or "", "--hf-file", model.file or ""]
+    if model.mmproj:
+        flags += ["--mmproj-url", _REPOSITORY.format(repo=model.repo, file=model.mmproj)]
+    return flags
+
+
+def _path(preset: Preset, path: str | None) -> str:
+    """A path as the engine sees it: `~` is the gate's user for a process, and means nothing in a container."""
+    return os.path.expanduser(path or "") if preset.runtime.kind == "process" else path or ""

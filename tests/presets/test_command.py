@@ -1,0 +1,70 @@
+"""How a preset becomes a command line."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.presets.build import parse
+
+
+def test_llama_server_on_a_file_gets_every_flag_its_keys_stand_for_and_its_own_args_last() -> None:
+    preset = parse("""
+engine = "llama-server"
+model = { path = "/m/q.gguf", mmproj = "/m/mm.gguf", chat_template = "/m/t.jinja" }
+[runtime]
+kind = "process"
+command = ["nice", "llama-server"]
+args = ["--flash-attn", "on", "--slot-save-path", "/tmp/{port}"]
+env = { CUDA_VISIBLE_DEVICES = "0", NAME = "at-{port}" }
+context = 8192
+parallel = 2
+""")
+    assert preset.argv(9001) == (
+        *("nice", "llama-server", "-m", "/m/q.gguf", "--mmproj", "/m/mm.gguf", "--chat-template-file", "/m/t.jinja"),
+        *("--host", "127.0.0.1", "--port", "9001", "-c", "8192", "-np", "2"),
+        *("--flash-attn", "on", "--slot-save-path", "/tmp/9001"),
+    )
+    assert preset.environment(9001) == {"CUDA_VISIBLE_DEVICES": "0", "NAME": "at-9001"}
+
+
+def test_llama_server_on_a_repository_is_told_to_fetch_from_it() -> None:
+    preset = parse("""
+engine = "llama-server"
+model = { repo = "org/Q-GGUF", file = "q.gguf", mmproj = "mm.gguf" }
+runtime = { kind = "docker", image = "x" }
+""")
+    assert preset.argv(8080, "0.0.0.0") == (
+        *("--hf-repo", "org/Q-GGUF", "--hf-file", "q.gguf"),
+        *("--mmproj-url", "https://huggingface.co/org/Q-GGUF/resolve/main/mm.gguf"),
+        *("--host", "0.0.0.0", "--port", "8080"),
+    )
+
+
+def test_keys_left_out_are_left_to_the_engine() -> None:
+    preset = parse('engine = "llama-server"\nmodel.path = "/q"\nruntime = { kind = "process", command = ["l"] }')
+    assert preset.argv(1) == ("l", "-m", "/q", "--host", "127.0.0.1", "--port", "1")
+
+
+@pytest.mark.parametrize(
+    ("engine", "model", "command", "argv"),
+    [
+        ("command", "", '["serve", "--port={port}"]', ("serve", "--port=7")),
+        ("command", 'model.path = "/m"', '["serve", "{model}", "{port}"]', ("serve", "/m", "7")),
+        ("vllm", 'model.repo = "o/m"', '["vllm", "serve", "{model}", "{port}"]', ("vllm", "serve", "o/m", "7")),
+        ("command", "", """['x', '{"a": {"b": 1}}', '{port}', '{other}']""", ("x", '{"a": {"b": 1}}', "7", "{other}")),
+        ("command", 'model.path = "/{port}"', '["x", "{model}"]\nruntime.port = 7', ("x", "/{port}")),
+    ],
+)
+def test_placeholders_are_replaced_and_other_braces_stay(
+    engine: str, model: str, command: str, argv: tuple[str, ...]
+) -> None:
+    text = f'engine = "{engine}"\n{model}\nruntime.kind = "process"\nruntime.command = {command}'
+    assert parse(text).argv(7) == argv
+
+
+def test_the_home_folder_is_meant_by_a_process_but_not_inside_a_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ann")
+    process = parse('engine = "llama-server"\nmodel.path = "~/q"\nruntime = { kind = "process", command = ["l"] }')
+    container = parse('engine = "llama-server"\nmodel.path = "~/q"\nruntime = { kind = "docker", image = "x" }')
+    assert process.argv(1)[:3] == ("l", "-m", "/home/ann/q")
+    assert container.argv(1)[:2] == ("-m", "~/q")
