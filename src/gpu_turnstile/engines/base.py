@@ -128,3 +128,18 @@ class Tracker(Protocol):
         `on_phase` is called on the loop whenever the phase changes.
         """
         ...
+
+
+class Readied(Protocol):
+    """An engine that does not serve again by itself after a release (A1111, InvokeAI, koboldcpp, TabbyAPI).
+
+    Whoever gives it the card calls `admit` first, also when it was not released from here: it changes nothing in a
+    server that is ready.
+    """
+
+    async def admit(self) -> Probe:
+        """Make it ready for work: READY once a request may be sent, else why not.
+
+        It may load a model. Bounded by `timing.warm_timeout`, never raises.
+        """
+        ...

@@ -1,0 +1,185 @@
+"""ComfyUI: a queue of jobs whose ends must be found out by asking, and a `/free` that is a wish.
+
+`/free` sets a flag that the worker acts on after its current job: so it is sent only when the queue is empty, once
+per release, and its 200 is no proof. Jobs are followed by `/queue` first and `/history/<id>` second (in the other
+order one can fall between them), never by websocket: events may be lost, and a second socket under a client's id
+would deafen the first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+from urllib.parse import quote
+
+import msgspec
+
+from gpu_turnstile.core.model import Mode
+from gpu_turnstile.engines.base import Health, JobEnd, JobPhase, Loaded, Probe, Release, Released
+from gpu_turnstile.engines.comfyui_job import HistoryEntry, JobWatch, Sighting, Where, end_of
+from gpu_turnstile.engines.http import LOADING_STATUS, Failure, HttpEngine, Reply, probe_of
+
+PHASES = {
+    Where.QUEUED: JobPhase.QUEUED,
+    Where.RUNNING: JobPhase.RUNNING,
+    Where.SILENT: JobPhase.UNREACHABLE,
+    Where.CUT: JobPhase.UNREACHABLE,
+}
+
+
+class _System(msgspec.Struct):
+    comfyui_version: str = "of unknown version"
+
+
+class _Stats(msgspec.Struct):
+    system: _System
+
+
+class _Queue(msgspec.Struct):
+    queue_running: list[list[msgspec.Raw]]
+    queue_pending: list[list[msgspec.Raw]]
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """The ids of the prompts in `/queue`. Pending is in the server's heap order, not the order of running."""
+
+    running: tuple[str, ...]
+    pending: tuple[str, ...]
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        return self.running + self.pending
+
+
+class ComfyUI(HttpEngine):
+    kind: ClassVar[str] = "comfyui"
+    mode: ClassVar[Mode] = Mode.COMFYUI
+
+    async def probe(self) -> Probe:
+        reply = await self.get("/system_stats")
+        stats = reply.read(_Stats)
+        return Probe(Health.READY, f"ComfyUI {stats.system.comfyui_version}") if stats else probe_of(reply)
+
+    async def loaded(self) -> tuple[Loaded, ...] | None:
+        return None
+
+    async def queue(self) -> Queue | None:
+        return _queue(await self.get("/queue"))
+
+    async def busy(self) -> bool | None:
+        queue = await self.queue()
+        return None if queue is None else bool(queue.ids)
+
+    async def find_unknown(self, known: set[str]) -> tuple[str, ...] | None:
+        """Prompts in the queue that are not `known`: somebody went past the gate. None = it could not be asked."""
+        queue = await self.queue()
+        return None if queue is None else tuple(job for job in queue.ids if job not in known)
+
+    async def release(self) -> Release:
+        """Wait for the empty queue (`timing.unload_timeout`), then `/free` (`timing.free_timeout`)."""
+        refusal = await self._until_idle()
+        if refusal is not None:
+            return refusal
+        wish = {"unload_models": True, "free_memory": True}
+        return _freed(await self.post("/free", wish, self.timing.free_timeout))
+
+    async def track(self, job: str, on_phase: Callable[[JobPhase], None] | None = None) -> JobEnd:
+        try:
+            async with asyncio.timeout(self.timing.job_timeout):
+                return await self._follow(job, on_phase)
+        except TimeoutError:
+            return JobEnd.TIMEOUT
+
+    async def _follow(self, job: str, on_phase: Callable[[JobPhase], None] | None) -> JobEnd:
+        watch, told = JobWatch(), None
+        while True:
+            sighting = await self._look_for(job)
+            end = watch.see(sighting)
+            if end is not None:
+                return end
+            phase = PHASES.get(sighting.where, told)
+            if on_phase is not None and phase is not None and phase is not told:
+                on_phase(phase)
+            told = phase
+            await asyncio.sleep(self.timing.history_poll)
+
+    async def _until_idle(self) -> Release | None:
+        """None when the queue is empty, else why the release ends here."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self.timing.unload_timeout
+        found = Release(Released.TIMEOUT, "its queue could not be read in time")
+        while (left := deadline - loop.time()) > 0:
+            reply = await self.get("/queue", min(self.timing.call_timeout, left))
+            if reply.failure is Failure.UNREACHABLE:
+                return Release(Released.UNREACHABLE, reply.reason)
+            if found.left and reply.was_cut_short(self.timing.call_timeout, left):
+                break
+            queue = _queue(reply)
+            if queue is not None and not queue.ids:
+                return None
+            found = _still_busy(queue, reply)
+            await asyncio.sleep(min(self.timing.unload_poll, max(0.0, deadline - loop.time())))
+        return found
+
+    async def _look_for(self, job: str) -> Sighting:
+        listed = await self.get("/queue")
+        queue = _queue(listed)
+        if queue is None:
+            return Sighting(_trouble(listed))
+        if job in queue.ids:
+            where = Where.RUNNING if job in queue.running else Where.QUEUED
+            return Sighting(where, connections=_connections(listed))
+        return await self._look_in_history(job, listed)
+
+    async def _look_in_history(self, job: str, listed: Reply) -> Sighting:
+        reply = await self.get(f"/history/{quote(job, safe='')}")
+        history = reply.read(dict[str, HistoryEntry])
+        if history is None:
+            return Sighting(_trouble(reply))
+        if job not in history:
+            return Sighting(Where.GONE, connections=_connections(listed, reply))
+        end = end_of(history[job])
+        return Sighting(Where.SILENT) if end is None else Sighting(Where.ENDED, end)
+
+
+def _queue(reply: Reply) -> Queue | None:
+    shape = reply.read(_Queue)
+    if shape is None:
+        return None
+    return Queue(_ids(shape.queue_running), _ids(shape.queue_pending))
+
+
+def _ids(items: list[list[msgspec.Raw]]) -> tuple[str, ...]:
+    return tuple(str(msgspec.json.decode(item[1])) for item in items if len(item) > 1)
+
+
+def _connections(*replies: Reply) -> frozenset[str]:
+    return frozenset(reply.connection for reply in replies if reply.connection is not None)
+
+
+def _trouble(reply: Reply) -> Where:
+    """A connection refused or broken, or a 502 of what stands in front, may mean a restart; a slow answer does not."""
+    cut = reply.failure in (Failure.UNREACHABLE, Failure.BROKEN) or reply.status in LOADING_STATUS
+    return Where.CUT if cut else Where.SILENT
+
+
+def _still_busy(queue: Queue | None, reply: Reply) -> Release:
+    if queue is None:
+        said = reply.reason if not reply.ok else "/queue did not answer with a queue"
+        return Release(Released.TIMEOUT, f"its queue could not be read: {said}")
+    detail = f"it is still working: {len(queue.running)} running, {len(queue.pending)} pending"
+    return Release(Released.TIMEOUT, detail, queue.ids)
+
+
+def _freed(reply: Reply) -> Release:
+    if reply.ok:
+        return Release(Released.ACCEPTED, "/free was accepted")
+    if reply.status in (404, 405):
+        return Release(Released.UNSUPPORTED, "it has no /free: it gives the memory back when it is stopped")
+    if reply.status is not None:
+        return Release(Released.REFUSED, f"/free {reply.reason}")
+    outcome = Released.UNREACHABLE if reply.failure is Failure.UNREACHABLE else Released.TIMEOUT
+    return Release(outcome, f"/free: {reply.reason}")

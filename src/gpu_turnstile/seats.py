@@ -1,0 +1,153 @@
+"""A seat: one tenant with the engine and the runtime that make it real, and the two things that can be done to it.
+
+`admit` brings it on the card and returns when it answers; `evict` takes it off and returns when its memory is back,
+or says how far it got. Seats decide nothing; the arbiter calls them one at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gpu_turnstile.core.model import Tenant
+from gpu_turnstile.engines.base import Engine, Health, Released
+from gpu_turnstile.gpu.base import Reading
+from gpu_turnstile.gpu.gauge import Gauge
+from gpu_turnstile.gpu.settle import Settled, SettleState, wait_free
+from gpu_turnstile.runtimes.base import Runtime, StartFailed, StopFailed
+
+GB = 1 << 30
+FIRST_PROBE = 0.005  # seconds until the first look; each further pause is half as long again …
+SLOWEST_PROBE = 0.5  # … up to this
+OUTPUT_SHOWN = 5  # lines of an engine's output that go into an error
+
+
+class AdmitFailed(Exception):
+    """The engine did not come up. The text is for the clients that waited for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Seconds. `ready`: from start to the first good answer; `free`: from the end of an engine to its memory back."""
+
+    ready: float = 900.0
+    free: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """`gone`: it holds nothing any more, as far as can be known. `sure`: its memory was seen to come back."""
+
+    gone: bool
+    sure: bool
+    detail: str
+    seconds: float
+
+
+class Seat:
+    def __init__(self, tenant: Tenant, engine: Engine, runtime: Runtime, gauge: Gauge, limits: Limits) -> None:
+        self.tenant = tenant
+        self.engine = engine
+        self.runtime = runtime
+        self.on_lost: Callable[[str], None] | None = None  # it ended without being asked to
+        self._gauge = gauge
+        self._limits = limits
+        self._gone: asyncio.Future[str] | None = None  # set while it is being admitted
+        self._held: int | None = None  # bytes the card's use rose by when it came
+        self._before: Reading | None = None  # the card when it came
+        runtime.on_exit = self._exited
+
+    @property
+    def owned(self) -> bool:
+        return self.runtime.owned
+
+    def _exited(self, reason: str) -> None:
+        if self._gone is not None:
+            if not self._gone.done():
+                self._gone.set_result(reason)
+        elif self.on_lost is not None:
+            self.on_lost(reason)
+
+    # --------------------------------------------------------------------------------------------- coming
+
+    async def admit(self) -> None:
+        """Put it on the card and wait until it answers. Raises AdmitFailed; then nothing of it is left running."""
+        before = self._before = await self._gauge.read()
+        if not self.owned:
+            return  # whoever runs it has it running; the first request finds out
+        self._gone = asyncio.get_running_loop().create_future()
+        try:
+            await self.runtime.start()
+            await self._until_ready(self._gone)
+        except StartFailed as error:
+            raise AdmitFailed(_with_output(error.reason, error.output)) from None
+        finally:
+            self._gone = None
+            after = await self._gauge.read()
+            self._held = None if before is None or after is None else max(0, after.used - before.used)
+
+    async def _until_ready(self, gone: asyncio.Future[str]) -> None:
+        deadline = time.monotonic() + self._limits.ready
+        pause = FIRST_PROBE
+        while True:
+            await asyncio.wait([gone], timeout=pause)
+            if gone.done():
+                raise AdmitFailed(_with_output(f"{self.tenant.name} {gone.result()}", self.runtime.output()))
+            probe = await self.engine.probe()
+            if probe.health is Health.READY:
+                return
+            if time.monotonic() >= deadline:
+                why = (
+                    f"{self.tenant.name} was not ready within {self._limits.ready:g} s ({probe.detail or probe.health})"
+                )
+                raise AdmitFailed(_with_output(why, self.runtime.output()))
+            pause = min(pause * 1.5, SLOWEST_PROBE)
+
+    # ---------------------------------------------------------------------------------------------- going
+
+    async def evict(self, need: float = 0.0) -> Evicted:
+        """Take it off the card. `need`: GB that whoever comes next needs (0 = unknown). Never raises.
+
+        Where it is known what it held, that must come back; only where it is not is it enough that `need` is free.
+        """
+        began = time.monotonic()
+        before = await self._gauge.read()
+        if self.owned:
+            try:
+                await self.runtime.stop()
+            except StopFailed as error:
+                return Evicted(False, False, str(error), time.monotonic() - began)
+            held, said = self._held, "stopped"
+        else:
+            held = await self._holding(before)
+            release = await self.engine.release()
+            said = release.detail or str(release.outcome)
+            if release.outcome in (Released.UNREACHABLE, Released.TIMEOUT, Released.REFUSED, Released.UNSUPPORTED):
+                return Evicted(True, False, said, time.monotonic() - began)
+        settled = await self._settle(before, held, need)
+        self._held = None
+        gone = not self.owned or settled.state is not SettleState.TIMEOUT
+        sure = settled.state in (SettleState.FREE, SettleState.STABLE)
+        return Evicted(gone, sure, f"{said}; {settled.detail}", time.monotonic() - began)
+
+    async def _settle(self, before: Reading | None, held: int | None, need: float) -> Settled:
+        wanted = int(need * GB) if need and held is None else None
+        return await wait_free(self._gauge, wanted, before, self._limits.free, held_bytes=held, poll=0.02)
+
+    async def _holding(self, now: Reading | None) -> int | None:
+        """Bytes an engine somebody else runs holds: by its own word, else what the card's use rose by since it came."""
+        loaded = await self.engine.loaded()
+        if loaded is not None and all(model.vram is not None for model in loaded):
+            return sum(model.vram or 0 for model in loaded)
+        if now is None or self._before is None:
+            return None
+        return max(0, now.used - self._before.used)
+
+
+def _with_output(reason: str, output: tuple[str, ...]) -> str:
+    """One text for a person: what happened, and the last lines the engine printed."""
+    if not output:
+        return reason
+    return reason + "; its last words: " + " | ".join(line.strip() for line in output[-OUTPUT_SHOWN:])
