@@ -11,36 +11,57 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gpu_turnstile.sim.a1111 import A1111Sim
     from gpu_turnstile.sim.card import GB, Alarm, SimCard
     from gpu_turnstile.sim.comfy import ComfySim
     from gpu_turnstile.sim.faults import ComfyFaults, JobFate, LlamaFaults, OllamaFaults, PromptReply
+    from gpu_turnstile.sim.invokeai import InvokeAISim
+    from gpu_turnstile.sim.koboldcpp import KoboldCppSim
     from gpu_turnstile.sim.llama import LlamaSim
+    from gpu_turnstile.sim.lm_studio import LMStudioSim
+    from gpu_turnstile.sim.localai import LocalAISim
     from gpu_turnstile.sim.ollama import OllamaSim, SimModel
     from gpu_turnstile.sim.runner import serve
+    from gpu_turnstile.sim.servers import ServerFaults
+    from gpu_turnstile.sim.tabbyapi import TabbyAPISim
 
 __all__ = [
     "GB",
+    "A1111Sim",
     "Alarm",
     "ComfyFaults",
     "ComfySim",
+    "InvokeAISim",
     "JobFate",
+    "KoboldCppSim",
+    "LMStudioSim",
     "LlamaFaults",
     "LlamaSim",
+    "LocalAISim",
     "OllamaFaults",
     "OllamaSim",
     "PromptReply",
+    "ServerFaults",
     "SimCard",
     "SimModel",
+    "TabbyAPISim",
     "serve",
 ]
 
 _HOMES = {
+    "a1111": ("A1111Sim",),
     "card": ("GB", "Alarm", "SimCard"),
     "comfy": ("ComfySim",),
     "faults": ("ComfyFaults", "JobFate", "LlamaFaults", "OllamaFaults", "PromptReply"),
+    "invokeai": ("InvokeAISim",),
+    "koboldcpp": ("KoboldCppSim",),
     "llama": ("LlamaSim",),
+    "lm_studio": ("LMStudioSim",),
+    "localai": ("LocalAISim",),
     "ollama": ("OllamaSim", "SimModel"),
     "runner": ("serve",),
+    "servers": ("ServerFaults",),
+    "tabbyapi": ("TabbyAPISim",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
