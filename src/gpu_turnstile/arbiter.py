@@ -1,0 +1,449 @@
+"""Where decisions meet the world: feeds events to the core, carries out its effects, keeps the timers.
+
+The only caller of `Scheduler.handle`, and only from its own loop. The hot path, a tenant that holds the card and
+nobody waiting, is one synchronous call: `acquire` returns a ticket that is a lease already. Everything slow (starting,
+stopping, waiting for memory) happens in one task at a time, whose end is just another event.
+
+Kept true here: every ticket given out is answered once, by its return value or by `on_answer`; a lease that was cut
+is told by `on_cut`; what people may want to know goes to `watch`ers, and a watcher that fails disturbs nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+
+from gpu_turnstile.core.model import (
+    Cancel,
+    Cut,
+    Effect,
+    EngineLost,
+    Event,
+    Grant,
+    Mode,
+    Note,
+    Persist,
+    PresetsChanged,
+    Refuse,
+    Release,
+    Request,
+    SetMode,
+    SetTimer,
+    Shutdown,
+    Snapshot,
+    StartSwap,
+    StartUnload,
+    SwapFailed,
+    SwapSucceeded,
+    Tick,
+    Unload,
+)
+from gpu_turnstile.core.policy import Rules
+from gpu_turnstile.core.scheduler import Scheduler
+from gpu_turnstile.engines.base import Health
+from gpu_turnstile.seats import AdmitFailed, Evicted, Seat
+from gpu_turnstile.tally import Histogram
+
+log = structlog.get_logger("arbiter")
+
+Watcher = Callable[[str, dict[str, Any]], None]
+
+
+class Ticket:
+    """A request for the card. After `acquire` exactly one of `tenant` and `refusal` is, or will be, set."""
+
+    __slots__ = ("_left", "number", "on_answer", "on_cut", "refusal", "since", "tenant")
+
+    def __init__(
+        self,
+        number: int,
+        since: float,
+        on_answer: Callable[[Ticket], None] | None,
+        on_cut: Callable[[str], None] | None,
+    ) -> None:
+        self.number = number
+        self.since = since
+        self.tenant: str | None = None
+        self.refusal: Refuse | None = None
+        self.on_answer = on_answer
+        self.on_cut = on_cut
+        self._left = False
+
+
+@dataclass(slots=True)
+class Waits:
+    """How long tickets waited until they were granted, by the mode of their tenant, in seconds."""
+
+    llm: Histogram = field(default_factory=Histogram)
+    image: Histogram = field(default_factory=Histogram)
+
+    def of(self, mode: Mode) -> Histogram:
+        return self.image if mode is Mode.COMFYUI else self.llm
+
+
+class Arbiter:
+    def __init__(
+        self,
+        seats: Iterable[Seat],
+        rules: Rules,
+        *,
+        remember: Callable[[dict[str, Any]], None] = lambda state: None,
+        remembered: dict[str, Any] | None = None,
+    ) -> None:
+        """`remember` is given what must survive a restart; `remembered` is what it was given last time."""
+        self.seats = {seat.tenant.name: seat for seat in seats}
+        self.waits = Waits()
+        self.unload_seconds = Histogram()
+        self.swap_seconds = Histogram()
+        self._rules = rules
+        self._remember = remember
+        self._remembered = remembered or {}
+        self._clock = time.monotonic
+        self._scheduler = Scheduler((s.tenant for s in self.seats.values()), rules)
+        self._tickets: dict[int, Ticket] = {}
+        self._number = 0
+        self._effects: deque[Effect] = deque()
+        self._busy = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._swap: asyncio.Task[None] | None = None
+        self._watchers: list[Watcher] = []
+        self._seated: dict[str, Seat] = {}  # what runs under a name now, whatever its preset says meanwhile
+        self._positions: dict[int, int] = {}
+        self._positions_at = 0.0
+        self._last_left = asyncio.Event()  # set, during shutdown, when no lease is left
+        for seat in self.seats.values():
+            self._adopt(seat)
+
+    def _adopt(self, seat: Seat) -> None:
+        name = seat.tenant.name
+        seat.on_lost = lambda reason: self.lost(name, reason)
+
+    # ------------------------------------------------------------------------------------------ beginning
+
+    async def start(self) -> None:
+        """Find out who holds the card, from the engines themselves, and begin."""
+        residents = await self._truth(self.seats)
+        now = self._clock()
+        self._scheduler = Scheduler(
+            (s.tenant for s in self.seats.values()),
+            self._rules,
+            now=now,
+            residents=residents[:1],
+            stuck=residents[1:],
+            name=self._remembered.get("model"),
+            locks=self._remembered.get("lock"),
+        )
+        self._seated = {name: self.seats[name] for name in residents}
+        self.tell("started", {"residents": list(residents)})
+        self._feed(Tick())
+
+    async def _truth(self, names: Iterable[str]) -> list[str]:
+        """Who of these is on the card, by what engines and runtimes say now."""
+        found = []
+        for name in names:
+            seat = self.seats.get(name)
+            if seat is not None and await self._is_there(seat):
+                found.append(name)
+        return found
+
+    @staticmethod
+    async def _is_there(seat: Seat) -> bool:
+        if seat.owned:
+            return await seat.runtime.alive() and (await seat.engine.probe()).health is Health.READY
+        loaded = await seat.engine.loaded()
+        return bool(loaded) if loaded is not None else await seat.engine.busy() is True
+
+    # -------------------------------------------------------------------------------------------- the door
+
+    def acquire(
+        self,
+        wants: tuple[str, ...],
+        *,
+        in_place: bool = False,
+        wait: float | None = None,
+        client: str = "",
+        on_answer: Callable[[Ticket], None],
+        on_cut: Callable[[str], None],
+    ) -> Ticket:
+        """Ask for the card. The ticket comes back answered, or `on_answer` is called with it later, once."""
+        self._number += 1
+        number = self._number
+        now = self._clock()
+        ticket = Ticket(number, now, None, on_cut)
+        self._tickets[number] = ticket
+        self._feed(Request(number, wants, in_place, False, wait, client))
+        ticket.on_answer = on_answer
+        return ticket
+
+    def release(self, ticket: Ticket) -> None:
+        """The work is done. Harmless for a lease that was cut."""
+        if self._tickets.pop(ticket.number, None) is not None:
+            self._feed(Release(ticket.number))
+            if not self._scheduler.inflight:
+                self._last_left.set()
+
+    def leave(self, ticket: Ticket) -> None:
+        """The client has gone, whatever became of its ticket."""
+        ticket._left = True
+        ticket.on_answer = ticket.on_cut = None
+        if ticket.tenant is not None:
+            self.release(ticket)
+        elif ticket.refusal is None:
+            self._feed(Cancel(ticket.number))
+            if ticket.tenant is None:
+                self._tickets.pop(ticket.number, None)
+
+    def lost(self, tenant: str, reason: str) -> None:
+        """An engine is gone, or answers no more."""
+        self._feed(EngineLost(tenant, reason))
+
+    def unload(self) -> None:
+        self._feed(Unload())
+
+    async def set_mode(self, tenant: str, wait: float | None, client: str = "") -> Refuse | None:
+        """Bring `tenant` in with no work attached; returns why not, or None when it is on the card."""
+        done: asyncio.Future[Refuse | None] = asyncio.get_running_loop().create_future()
+        self._number += 1
+        ticket = Ticket(self._number, self._clock(), None, None)
+        self._tickets[ticket.number] = ticket
+
+        def answered(answer: Ticket) -> None:
+            if not done.done():
+                done.set_result(answer.refusal)
+
+        ticket.on_answer = answered
+        self._feed(SetMode(ticket.number, tenant, wait, client))
+        try:
+            return await done
+        finally:
+            if not ticket.tenant and not ticket.refusal:
+                self.leave(ticket)
+            self._tickets.pop(ticket.number, None)
+
+    def presets_changed(self, seats: Iterable[Seat]) -> None:
+        """A new table of tenants. Seats of unchanged presets are kept with all that runs in them."""
+        table = {seat.tenant.name: seat for seat in seats}
+        for name, seat in table.items():
+            old = self.seats.get(name)
+            if old is None or old.tenant.revision != seat.tenant.revision:
+                self._adopt(seat)
+            else:
+                old.tenant = seat.tenant
+                table[name] = old
+        self.seats = table
+        self._feed(PresetsChanged(tuple(seat.tenant for seat in table.values())))
+
+    def snapshot(self) -> Snapshot:
+        return self._scheduler.snapshot(self._clock())
+
+    def position(self, number: int) -> int | None:
+        """A waiting ticket's place in the line, from 1, as of a second ago at most; None = it does not wait."""
+        if self._clock() - self._positions_at > 1.0:
+            self._positions = {w.ticket: w.position for w in self.snapshot().waiting}
+            self._positions_at = self._clock()
+        return self._positions.get(number)
+
+    @property
+    def now(self) -> float:
+        """Seconds on the clock that snapshots use."""
+        return self._clock()
+
+    @property
+    def nominal(self) -> str | None:
+        return self._scheduler.nominal
+
+    @property
+    def resident(self) -> str | None:
+        return self._scheduler.resident
+
+    def watch(self, watcher: Watcher) -> Callable[[], None]:
+        """Call `watcher(kind, fields)` for everything people may want to know. Returns how to stop it."""
+        self._watchers.append(watcher)
+        return lambda: self._watchers.remove(watcher)
+
+    # ---------------------------------------------------------------------------------- events and effects
+
+    def _feed(self, event: Event) -> None:
+        """One event, and all that follows. Effects of events fed from a callback are carried out in their turn."""
+        effects = self._effects
+        effects.extend(self._scheduler.handle(event, self._clock()))
+        if self._busy:
+            return
+        self._busy = True
+        try:
+            while effects:
+                self._carry_out(effects.popleft())
+        finally:
+            self._busy = False
+
+    def _carry_out(self, effect: Effect) -> None:
+        match effect:
+            case Grant():
+                self._grant(effect)
+            case Refuse():
+                self._refuse(effect)
+            case StartSwap() | StartUnload():
+                self._cut(effect.cut, "the card was needed and the drain grace is over")
+                self._swap = asyncio.get_running_loop().create_task(self._do_swap(effect))
+            case Cut(tickets, reason):
+                self._cut(tickets, reason)
+            case SetTimer(at):
+                self._set_timer(at)
+            case Persist(state):
+                self._remember(state)
+            case Note(kind, fields):
+                self.tell(kind, fields)
+
+    def _grant(self, grant: Grant) -> None:
+        ticket = self._tickets.get(grant.ticket)
+        if ticket is None:
+            self._feed(Release(grant.ticket))
+            return
+        ticket.tenant = grant.tenant
+        if ticket._left:
+            self.release(ticket)
+            return
+        seat = self.seats.get(grant.tenant)
+        if seat is not None:
+            self.waits.of(seat.tenant.mode).observe(self._clock() - ticket.since)
+        if ticket.on_answer is not None:
+            ticket.on_answer(ticket)
+
+    def _refuse(self, refusal: Refuse) -> None:
+        ticket = self._tickets.pop(refusal.ticket, None)
+        if ticket is None:
+            return
+        ticket.refusal = refusal
+        if ticket.on_answer is not None:
+            ticket.on_answer(ticket)
+
+    def _cut(self, tickets: tuple[int, ...], reason: str) -> None:
+        for number in tickets:
+            ticket = self._tickets.pop(number, None)
+            if ticket is not None and ticket.on_cut is not None:
+                ticket.on_cut(reason)
+
+    def _set_timer(self, at: float | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if at is not None:
+            delay = max(0.0, at - self._clock())
+            self._timer = asyncio.get_running_loop().call_later(delay, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self._feed(Tick())
+
+    def tell(self, kind: str, fields: dict[str, Any]) -> None:
+        for watcher in tuple(self._watchers):
+            try:
+                watcher(kind, fields)
+            except Exception:
+                log.exception("a watcher failed", event_kind=kind)
+
+    # --------------------------------------------------------------------------------------------- swaps
+
+    async def _do_swap(self, order: StartSwap | StartUnload) -> None:
+        """Evict, prove the memory back, admit. Ends in SwapSucceeded or SwapFailed, whatever happens."""
+        target = order.target if isinstance(order, StartSwap) else None
+        began = self._clock()
+        try:
+            problem, stuck = await self._evict(order.evict, target)
+            if problem is None and target is not None:
+                problem = await self._admit(target)
+                if problem is not None:
+                    stuck = await self._clean_up(target)
+            residents = [] if problem is None else await self._truth((*order.evict, *([target] if target else [])))
+        except Exception as error:  # a bug must not leave the card in a swap for ever
+            log.exception("a swap failed in a way nobody expected")
+            problem, residents, stuck = f"internal error: {error!r}", [], list(order.evict)
+        if problem is None:
+            if target is not None:
+                self.swap_seconds.observe(self._clock() - began)
+            self._feed(SwapSucceeded(order.swap))
+        else:
+            residents = [name for name in residents if name not in stuck]
+            self._feed(SwapFailed(order.swap, problem, tuple(residents), tuple(stuck)))
+
+    async def _evict(self, names: tuple[str, ...], target: str | None) -> tuple[str | None, list[str]]:
+        need = self.seats[target].tenant.footprint if target in self.seats else 0.0
+        problem: str | None = None
+        stuck: list[str] = []
+        for name in names:
+            seat = self._seated.get(name) or self.seats.get(name)
+            if seat is None:
+                continue
+            self.tell("evicting", {"tenant": name})
+            done = await seat.evict(need)
+            self._evicted(name, done)
+            if not done.gone:
+                problem = f"{name} could not be taken off the card: {done.detail}"
+                stuck.append(name)
+        return problem, stuck
+
+    def _evicted(self, name: str, done: Evicted) -> None:
+        self.unload_seconds.observe(done.seconds)
+        fields = {"tenant": name, "seconds": round(done.seconds, 3), "sure": done.sure, "detail": done.detail}
+        if done.gone:
+            self._seated.pop(name, None)
+        self.tell("evicted" if done.gone else "evict_failed", fields)
+
+    async def _admit(self, name: str) -> str | None:
+        began = self._clock()
+        self.tell("admitting", {"tenant": name})
+        seat = self.seats.get(name)
+        if seat is None:
+            return f"the preset {name!r} was removed while the card was made free for it"
+        self._seated[name] = seat
+        try:
+            await seat.admit()
+        except AdmitFailed as error:
+            self.tell("admit_failed", {"tenant": name, "reason": str(error)})
+            return str(error)
+        self.tell("admitted", {"tenant": name, "seconds": round(self._clock() - began, 3)})
+        return None
+
+    async def _clean_up(self, name: str) -> list[str]:
+        """After a failed start: leave the card provably empty."""
+        seat = self._seated.get(name)
+        if seat is None or not seat.owned:
+            return []
+        done = await seat.evict()
+        self._evicted(name, done)
+        return [] if done.gone else [name]
+
+    def seat(self, name: str) -> Seat | None:
+        """What runs under a tenant's name now."""
+        return self._seated.get(name) or self.seats.get(name)
+
+    # ----------------------------------------------------------------------------------------------- end
+
+    def hurry(self) -> None:
+        """Do not wait for leases any longer."""
+        self._last_left.set()
+
+    async def shutdown(self, timeout: float) -> None:
+        """Refuse whoever waits, let leases run out for `timeout` seconds, stop everything that was started."""
+        self._feed(Shutdown())
+        if self._scheduler.inflight:
+            self._last_left.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._last_left.wait(), timeout)
+        self._set_timer(None)
+        held = tuple(lease.ticket for lease in self.snapshot().leases)
+        self._cut(held, "the gate is shutting down")
+        if self._swap is not None and not self._swap.done():
+            self._swap.cancel()
+            await asyncio.wait([self._swap])
+        for seat in tuple(self._seated.values()):
+            if seat.owned:
+                seat.on_lost = None
+                await seat.evict()

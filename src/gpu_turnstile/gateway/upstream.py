@@ -1,0 +1,154 @@
+"""Connections to engines. One `Upstream` is one address with its idle connections; one exchange uses one at a time.
+
+Kept true here: an idle connection is used again only within `idle_limit` seconds of its last answer, because engines
+close theirs without notice and a POST that may have reached one must not be sent twice; a connection on which anything
+unasked arrives is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Protocol, cast
+from urllib.parse import urlsplit
+
+
+class Receiver(Protocol):
+    """What an exchange is to its upstream connection."""
+
+    def upstream_data(self, data: bytes) -> None: ...
+    def upstream_lost(self, error: Exception | None) -> None: ...
+    def upstream_eof(self) -> None: ...
+    def upstream_full(self) -> None: ...
+    def upstream_drained(self) -> None: ...
+
+
+class UpstreamConnection(asyncio.Protocol):
+    __slots__ = ("idle_since", "receiver", "reused", "transport", "upstream")
+
+    transport: asyncio.Transport
+
+    def __init__(self, upstream: Upstream) -> None:
+        self.transport = None  # type: ignore[assignment]  # until connection_made, before which nobody has it
+        self.upstream = upstream
+        self.receiver: Receiver | None = None
+        self.reused = False
+        self.idle_since = 0.0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        self.upstream.open += 1
+
+    def data_received(self, data: bytes) -> None:
+        if self.receiver is not None:
+            self.receiver.upstream_data(data)
+        else:
+            self.transport.abort()
+
+    def eof_received(self) -> bool:
+        if self.receiver is not None:
+            self.receiver.upstream_eof()
+            return True
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.upstream.open -= 1
+        self.upstream.forget(self)
+        receiver, self.receiver = self.receiver, None
+        if receiver is not None:
+            receiver.upstream_lost(exc)
+
+    def pause_writing(self) -> None:
+        if self.receiver is not None:
+            self.receiver.upstream_full()
+
+    def resume_writing(self) -> None:
+        if self.receiver is not None:
+            self.receiver.upstream_drained()
+
+    def drop(self) -> None:
+        """Close at once; the exchange that used it hears nothing more."""
+        self.receiver = None
+        self.transport.abort()
+
+
+class Upstream:
+    """`url` is http://host[:port] or unix:/path. Times in seconds."""
+
+    def __init__(self, name: str, url: str, *, idle_limit: float = 0.5, connect_timeout: float = 10.0) -> None:
+        self.name = name
+        self.url = url
+        self.idle_limit = idle_limit
+        self.connect_timeout = connect_timeout
+        self.open = 0
+        self._idle: list[UpstreamConnection] = []
+        if url.startswith("unix:"):
+            self._path: str | None = url[5:]
+        else:
+            self._path = None
+            parts = urlsplit(url)
+            self._host, self._port = parts.hostname or "127.0.0.1", parts.port or 80
+
+    def take(self) -> UpstreamConnection | None:
+        """An idle connection that is fresh enough to be trusted, if there is one."""
+        now = time.monotonic()
+        while self._idle:
+            connection = self._idle.pop()
+            if now - connection.idle_since <= self.idle_limit and not connection.transport.is_closing():
+                connection.reused = True
+                return connection
+            connection.drop()
+        return None
+
+    def give_back(self, connection: UpstreamConnection) -> None:
+        connection.receiver = None
+        connection.idle_since = time.monotonic()
+        self._idle.append(connection)
+
+    def forget(self, connection: UpstreamConnection) -> None:
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+    def connect(self, done: Callable[[UpstreamConnection | None, Exception | None], None]) -> None:
+        """Open a new connection; `done` gets it, or the error, within `connect_timeout`."""
+        task = asyncio.get_running_loop().create_task(self._connect())
+
+        def finished(task: asyncio.Task[UpstreamConnection]) -> None:
+            if task.cancelled():
+                return
+            error = task.exception()
+            if error is None:
+                done(task.result(), None)
+            else:
+                done(None, error if isinstance(error, Exception) else ConnectionError(str(error)))
+
+        task.add_done_callback(finished)
+
+    async def _connect(self) -> UpstreamConnection:
+        loop = asyncio.get_running_loop()
+        connection = UpstreamConnection(self)
+        try:
+            async with asyncio.timeout(self.connect_timeout):
+                if self._path is not None:
+                    await loop.create_unix_connection(lambda: connection, self._path)
+                else:
+                    await loop.create_connection(lambda: connection, self._host, self._port)
+        except BaseException:
+            if connection.transport is not None:  # given up in the very moment it was made
+                connection.drop()
+            raise
+        return connection
+
+    def close_idle(self) -> None:
+        """Close what nobody uses: an engine that is to stop must not wait for it."""
+        idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.drop()
+
+    def sweep(self) -> None:
+        """Close idle connections that are too old to be trusted."""
+        limit = time.monotonic() - self.idle_limit
+        for connection in [c for c in self._idle if c.idle_since < limit]:
+            self._idle.remove(connection)
+            connection.drop()
