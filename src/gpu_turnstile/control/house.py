@@ -1,0 +1,40 @@
+"""What the control API may see of the running gate. The composition root fills it; nothing here does anything."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from gpu_turnstile.arbiter import Arbiter
+from gpu_turnstile.gateway.server import Gateway
+from gpu_turnstile.gpu.gauge import Gauge
+from gpu_turnstile.presets.store import PresetStore
+from gpu_turnstile.settings import Settings
+
+
+@dataclass
+class House:
+    """`started`: wall clock, seconds since the epoch.
+
+    `refresh`: reads the preset folder again and tells the arbiter; called before a listing; may be async.
+    `jobs`: the ComfyUI jobs that are followed now: dicts with `prompt_id`, `phase`, `since` (the arbiter's clock).
+    `image_jobs`: how many jobs ended how (`JobEnd` -> count), counted by whoever follows them.
+    `gauge`: the card, where one can be read. `http`: asks the external Ollama for its models; None = it is not asked.
+    """
+
+    settings: Settings
+    store: PresetStore
+    arbiter: Arbiter
+    gateway: Gateway
+    state_dir: Path
+    refresh: Callable[[], Awaitable[None] | None]
+    started: float = field(default_factory=time.time)
+    jobs: Callable[[], list[dict[str, Any]]] = list
+    image_jobs: dict[str, int] = field(default_factory=dict)
+    gauge: Gauge | None = None
+    http: httpx.AsyncClient | None = None

@@ -1,0 +1,115 @@
+"""`/metrics`: the turnstile document's names and types, and what is needed to see a problem coming.
+
+Nothing is counted here: a collector reads what the arbiter, the gateway and the job followers count anyway, at the
+moment it is scraped. The registry is the app's own, so nothing else in the process shows up in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fastapi import APIRouter, Response
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from gpu_turnstile import __version__
+from gpu_turnstile.control import views
+from gpu_turnstile.control.feed import Feed
+from gpu_turnstile.control.given import TheFeed, TheHouse
+from gpu_turnstile.control.house import House
+from gpu_turnstile.core.model import Mode
+from gpu_turnstile.engines.base import JobEnd
+from gpu_turnstile.tally import Histogram
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+P = "gpu_turnstile_"
+
+router = APIRouter(tags=["observability"])
+
+
+@router.get("/metrics", summary="Prometheus metrics", response_class=Response)
+async def metrics(house: TheHouse, feed: TheFeed) -> Response:
+    """Prometheus' text format, read at the moment of the scrape."""
+    registry = CollectorRegistry()
+    registry.register(_Collector(house, feed))
+    return Response(generate_latest(registry), media_type=CONTENT_TYPE)
+
+
+class _Collector(Collector):
+    def __init__(self, house: House, feed: Feed) -> None:
+        self._house = house
+        self._feed = feed
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing in advance: the registry is made for one scrape."""
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._card()
+        yield from self._jobs()
+        yield from self._times()
+        yield from self._line()
+        yield from self._traffic()
+        yield InfoMetricFamily(P[:-1], "The running program", {"version": __version__})
+
+    def _card(self) -> Iterator[Metric]:
+        snapshot = self._house.arbiter.snapshot()
+        current = views.state(self._house, snapshot, self._feed.leaving)
+        states = GaugeMetricFamily(P + "state", "1 for what the card is used for now", labels=["state"])
+        for name in ("idle", "llm", "image"):
+            states.add_metric([name], float(name == current))
+        yield states
+        inflight = views.modes_held(self._house, snapshot).count(Mode.LLM)
+        yield GaugeMetricFamily(P + "llm_inflight", "LLM requests that hold the card", inflight)
+
+    def _jobs(self) -> Iterator[Metric]:
+        ended = self._house.image_jobs
+        yield CounterMetricFamily(P + "image_jobs", "Image jobs that ended, however they did", sum(ended.values()))
+        ends = CounterMetricFamily(P + "image_job_ends", "Image jobs by how they ended", labels=["end"])
+        for end in dict.fromkeys((*map(str, JobEnd), *map(str, ended))):
+            ends.add_metric([end], ended.get(end, 0))
+        yield ends
+
+    def _times(self) -> Iterator[Metric]:
+        arbiter = self._house.arbiter
+        wait = HistogramMetricFamily(
+            P + "lock_wait_seconds", "How long granted requests had waited for the card", labels=["kind"]
+        )
+        _add(wait, ["llm"], arbiter.waits.llm)
+        _add(wait, ["image"], arbiter.waits.image)
+        yield wait
+        unload = HistogramMetricFamily(P + "unload_seconds", "From the order to leave until the memory was free")
+        _add(unload, [], arbiter.unload_seconds)
+        yield unload
+        swap = HistogramMetricFamily(P + "swap_seconds", "From the start of a swap until the newcomer answered")
+        _add(swap, [], arbiter.swap_seconds)
+        yield swap
+        failed = self._feed.swaps.failed
+        yield CounterMetricFamily(P + "swap_failures", "Swaps and unloads that failed", failed)
+
+    def _line(self) -> Iterator[Metric]:
+        waiting, now = self._house.arbiter.snapshot().waiting, self._house.arbiter.now
+        yield GaugeMetricFamily(P + "queue_length", "Requests that wait for the card", len(waiting))
+        oldest = max((now - ticket.since for ticket in waiting), default=0.0)
+        yield GaugeMetricFamily(P + "queue_oldest_seconds", "How long the oldest of them has waited", oldest)
+
+    def _traffic(self) -> Iterator[Metric]:
+        gateway = self._house.gateway
+        counts = gateway.counts
+        yield CounterMetricFamily(P + "requests", "Requests of all kinds", counts.requests)
+        yield CounterMetricFamily(P + "upstream_died_midstream", "Answers an engine broke off", counts.died_midstream)
+        yield CounterMetricFamily(
+            P + "upstream_unreachable", "Failed attempts to connect to an engine", counts.unreachable
+        )
+        yield GaugeMetricFamily(P + "connections", "Open client connections", len(gateway.connections))
+
+
+def _add(family: HistogramMetricFamily, labels: list[str], histogram: Histogram) -> None:
+    family.add_metric(labels, list(histogram.cumulative()), histogram.total)

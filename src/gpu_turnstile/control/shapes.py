@@ -1,0 +1,162 @@
+"""The JSON the control API answers with. Names are the scheduler's; ages and waits are seconds, sizes GB."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+
+from gpu_turnstile.core.model import Mode, Phase
+
+
+class Problem(BaseModel):
+    """Every error; the header `X-Turnstile-Error` carries the same code."""
+
+    error: str = Field(description="the code")
+    message: str = Field(description="what happened and what can be done, for a person")
+
+
+class Healthz(BaseModel):
+    state: Literal["idle", "llm", "image"]
+    llm_inflight: int
+    image_pending: bool
+
+
+class Health(Healthz):
+    status: Literal["ok"] = "ok"
+    version: str
+    uptime_s: float
+
+
+class Held(BaseModel):
+    tenant: str
+    client: str
+    age_s: float
+
+
+class Waiting(BaseModel):
+    position: int = Field(description="1 is next")
+    wants: list[str] = Field(description="presets that would do, best first")
+    client: str
+    waited_s: float
+
+
+class Holder(BaseModel):
+    pid: int
+    name: str
+    used_gb: float | None
+
+
+class Card(BaseModel):
+    """`used_gb`, `free_gb` and `total_gb` are null where the card cannot be read."""
+
+    kind: str | None
+    name: str | None
+    limit_gb: float
+    reserve_gb: float
+    total_gb: float | None = None
+    used_gb: float | None = None
+    free_gb: float | None = None
+    holders: list[Holder] | None = Field(None, description="null where processes cannot be told apart")
+
+
+class Job(BaseModel):
+    prompt_id: str
+    phase: str
+    age_s: float
+
+
+class Presets(BaseModel):
+    count: int
+    error: str | None = Field(description="why the last reload failed; the last good state is in force")
+
+
+class EngineInfo(BaseModel):
+    name: str
+    mode: Mode
+    kind: str
+    runtime: str
+    owned: bool
+    url: str
+    on_card: bool
+
+
+class Counters(BaseModel):
+    requests: int
+    died_midstream: int
+    unreachable: int
+    malformed: int
+
+
+class Swaps(BaseModel):
+    """`last`: target, evicted, seconds or reason, time."""
+
+    done: int
+    failed: int
+    last: dict[str, Any] | None
+
+
+class Places(BaseModel):
+    presets: str
+    state: str
+    config: str | None
+
+
+class ModeAnswer(BaseModel):
+    mode: Mode
+    phase: Phase
+    model: str | None = Field(description="the resident, or the last one: kept when its engine was lost or unloaded")
+    residents: list[str]
+    target: str | None = Field(description="who is coming, while draining or swapping")
+    locks: dict[str, Any]
+
+
+class Status(ModeAnswer):
+    version: str
+    uptime_s: float
+    stuck: list[str] = Field(description="may still hold memory but cannot serve")
+    drain_deadline_in_s: float | None = Field(description="when the swap is forced; null = not")
+    inflight: list[Held]
+    queue: list[Waiting]
+    card: Card
+    jobs: list[Job]
+    presets: Presets
+    engines: list[EngineInfo]
+    counters: Counters
+    swaps: Swaps
+    places: Places
+    warnings: list[str]
+
+
+class ModeRequest(BaseModel):
+    """`model` is a preset, an alias or a route; left out, the mode's own default is taken."""
+
+    mode: Mode
+    model: str | None = None
+
+
+class ModelMeta(BaseModel):
+    model_id: str | None = Field(description="the artifact's file name without its suffix")
+    engine: str
+    context: int | None
+    reasoning: bool | None
+    max_output: int | None
+    vram_gb: float | None
+    capabilities: list[str]
+    aliases: list[str]
+    loaded: bool
+
+
+class ModelEntry(BaseModel):
+    """One preset. Entries of the external Ollama are its own and have no `meta`."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "gpu-turnstile"
+    meta: ModelMeta
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ModelEntry | dict[str, Any]]
