@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 JOBS   ?= auto
 PIP    := $(BIN)/python -m pip install -q --disable-pip-version-check
 
-.PHONY: help demo test lint format bench bench-quick soak clean
+.PHONY: help demo test lint format bench bench-quick fuzz soak soak-gateway clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -31,6 +31,12 @@ bench: $(VENV)/.ready  ## CPU and latency beside a Go reverse proxy and nginx; r
 
 bench-quick: $(VENV)/.ready  ## the same in half a minute, writes nothing
 	$(BIN)/python bench/run.py --quick
+
+fuzz: $(VENV)/.ready  ## five minutes of mutated requests and answers through a real gateway (SECONDS=, SEED=)
+	$(BIN)/python -m tests.gateway.fuzz_wire --seconds $(or $(SECONDS),300) --seed $(or $(SEED),1)
+
+soak-gateway: $(VENV)/.ready  ## 2,000 streams for a minute, one client in twenty leaves
+	$(BIN)/python -m tests.gateway.soak --streams 2000 --seconds 60 --rate 20 --drop 0.05
 
 soak: $(VENV)/.ready  ## a million generated steps of the scheduler
 	TURNSTILE_SOAK_STEPS=1000000 $(BIN)/pytest tests/core/test_invariants.py -k walks

@@ -40,6 +40,8 @@ MAY_IMPORT = {
     "seats": ("core.model", "engines.base", "gpu", "runtimes.base"),
     "arbiter": ("core", "engines.base", "seats", "tally"),
     "jobs": ("arbiter", "engines"),
+    "bypass": ("arbiter", "engines", "jobs", "seats"),
+    "warm": ("arbiter", "core.model", "engines"),
     "settings": ("core.routes", "presets.values"),
     "tally": (),
 }

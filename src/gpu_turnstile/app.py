@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -20,13 +21,14 @@ import structlog
 
 from gpu_turnstile import __version__, logs
 from gpu_turnstile.arbiter import Arbiter
+from gpu_turnstile.bypass import BypassWatch
 from gpu_turnstile.control.app import create_app
 from gpu_turnstile.control.house import House
 from gpu_turnstile.control.serve import serve_control
 from gpu_turnstile.core.budget import capacity
 from gpu_turnstile.core.model import Mode, Tenant
 from gpu_turnstile.core.policy import Rules
-from gpu_turnstile.engines.base import Timing
+from gpu_turnstile.engines.base import Health, Timing
 from gpu_turnstile.engines.comfyui import ComfyUI
 from gpu_turnstile.engines.ollama import Ollama
 from gpu_turnstile.engines.registry import ENGINES
@@ -39,16 +41,20 @@ from gpu_turnstile.jobs import JobBook
 from gpu_turnstile.journal.active import Journal, load
 from gpu_turnstile.presets.schema import Preset
 from gpu_turnstile.presets.store import PresetStore
+from gpu_turnstile.presets.values import Address
+from gpu_turnstile.presets.values import address as address_of
 from gpu_turnstile.runtimes.base import Runtime
 from gpu_turnstile.runtimes.external import ExternalRuntime
 from gpu_turnstile.runtimes.process import ProcessRuntime
 from gpu_turnstile.seats import Limits, Seat
 from gpu_turnstile.settings import Settings
+from gpu_turnstile.warm import Warmer
 
 log = structlog.get_logger("app")
 
 OLLAMA, COMFYUI = "ollama", "comfyui"  # the names of the tenants that somebody else runs
 IMAGE_RANK = 1
+SITES = {"comfyui": Site.COMFYUI, "a1111": Site.A1111, "invokeai": Site.INVOKEAI}
 SOCKET_PATH_LIMIT = 100  # bytes; the kernel takes 108
 
 
@@ -63,6 +69,7 @@ class App:
         self.settings = settings
         self.store = PresetStore(presets)
         self.state_dir = state_dir
+        self.preset_ports: dict[str, int] = {}  # of presets with a listener of their own
         self.addresses: dict[Site, tuple[str, int]] = {}
         self._gauge = Gauge(_card(settings.turnstile_gpu))
         self._limits = Limits(settings.llmc_health_timeout, settings.unload_timeout)
@@ -81,10 +88,18 @@ class App:
         self.arbiter = Arbiter(
             self._seats(), _rules(settings), remember=self.journal.remember, remembered=load(self.state_dir)
         )
-        self.jobs = JobBook(self.arbiter)
+        self.jobs = JobBook(self.arbiter, self._timing)
+        self.bypass = BypassWatch(
+            self.arbiter,
+            self.jobs,
+            settings.turnstile_bypass_poll,
+            wait=settings.turnstile_bypass == "wait",
+        )
         self.control = Upstream("control", "unix:")
         self.gateway = Gateway(self.arbiter, self._table(), self.control, _options(settings), self.jobs.follow)
         self.arbiter.watch(self._on_note)
+        if settings.warm_model and self._has_external(OLLAMA):
+            self._warmer = Warmer(self.arbiter, OLLAMA, settings.warm_model)
         self.house = House(
             settings=settings,
             store=self.store,
@@ -93,6 +108,7 @@ class App:
             state_dir=self.state_dir,
             started=time.time(),
             jobs=self.jobs.view,
+            bypass=self.bypass.view,
             image_jobs=self.jobs.ends,
             gauge=self._gauge,
             refresh=self.refresh,
@@ -105,25 +121,45 @@ class App:
                 f"the control API cannot start: {error.filename or ''} {error.strerror or error}"
             ) from None
         self.gateway.control = Upstream("control", self._serving.url, idle_limit=30.0)
+        await self._probe_externals()
         await self.arbiter.start()
+        self.bypass.start()
         try:
             await self._listen()
         except StartError:
             await self.stop()
             raise
 
+    async def _probe_externals(self) -> None:
+        """Once at the start; an engine that does not answer is a line in the log, no reason not to start."""
+        for seat in self._externals:
+            probe = await seat.engine.probe()
+            if probe.health is not Health.READY:
+                log.warning(
+                    "not_ready", engine=seat.tenant.name, url=seat.engine.url, reason=probe.detail or probe.health
+                )
+
     async def _listen(self) -> None:
+        """The two listeners of the turnstile document, and those that presets of external engines ask for."""
         for site, name in ((Site.LLM, "LISTEN_OLLAMA"), (Site.COMFYUI, "LISTEN_COMFY")):
             address = getattr(self.settings, name.lower())
-            if address is None:
-                continue
-            try:
-                port = await self.gateway.listen(site, address.host, address.port)
-            except OSError as error:
-                raise StartError(f"{name}: cannot listen on {address}: {error.strerror or error}") from None
-            self.addresses[site] = (address.host, port)
-            if not self.settings.turnstile_api_keys and address.host not in ("127.0.0.1", "::1", "localhost"):
-                log.warning("open_listener", address=str(address), advice="reachable from other machines without keys")
+            if address is not None:
+                self.addresses[site] = (address.host, await self._open_listener(name, address, site, None))
+        for preset in self.store.catalogue.presets.values():
+            address = address_of(preset.runtime.listen or "off")
+            if address is not None:
+                where = f"preset {preset.name!r}"
+                port = await self._open_listener(where, address, SITES.get(preset.engine, Site.LLM), preset.name)
+                self.preset_ports[preset.name] = port
+
+    async def _open_listener(self, what: str, address: Address, site: Site, bound: str | None) -> int:
+        try:
+            port = await self.gateway.listen(site, address.host, address.port, bound)
+        except OSError as error:
+            raise StartError(f"{what}: cannot listen on {address}: {error.strerror or error}") from None
+        if not self.settings.turnstile_api_keys and address.host not in ("127.0.0.1", "::1", "localhost"):
+            log.warning("open_listener", address=str(address), advice="reachable from other machines without keys")
+        return port
 
     def hurry(self) -> None:
         """Somebody asked twice: let nothing run on."""
@@ -131,6 +167,7 @@ class App:
 
     async def stop(self) -> None:
         self.gateway.stop_listening()
+        await self.bypass.stop()
         await self.arbiter.shutdown(self.settings.shutdown_timeout)
         await self._serving.stop()
         await self.gateway.close()
@@ -163,32 +200,56 @@ class App:
             tenant = Tenant(OLLAMA, Mode.LLM, drain_grace=grace)
             yield self._seat(tenant, Ollama(settings.ollama_url, self._http, self._timing), ExternalRuntime())
         if settings.comfy_url and (not presets or settings.source("COMFY_URL") != "default"):
-            tenant = Tenant(COMFYUI, Mode.COMFYUI, exclusive=True, rank=IMAGE_RANK, drain_grace=grace, linger=0.0)
+            tenant = self._image_tenant(COMFYUI)
             yield self._seat(tenant, ComfyUI(settings.comfy_url, self._http, self._timing), ExternalRuntime())
 
-    def _preset_seat(self, preset: Preset) -> Seat:
-        settings, runtime = self.settings, preset.runtime
-        grace = settings.llmc_drain_grace_s if runtime.drain_grace_s is None else runtime.drain_grace_s
-        idle = settings.llmc_idle_unload_s if runtime.idle_unload_s is None else runtime.idle_unload_s
-        tenant = Tenant(
-            preset.name,
-            preset.mode,
-            footprint=runtime.vram_gb or 0.0,
-            exclusive=preset.mode is Mode.COMFYUI,
-            drain_grace=grace,
-            linger=idle or None,
-            revision=preset.revision,
+    def _image_tenant(self, name: str) -> Tenant:
+        """An image server that somebody else runs: one job at a time, before LLM requests, and gone when it is done."""
+        settings = self.settings
+        return Tenant(
+            name,
+            Mode.COMFYUI,
+            exclusive=True,
+            rank=IMAGE_RANK,
+            drain_grace=settings.turnstile_drain_grace,
+            linger=0.0,
+            single=settings.turnstile_image_batch_max_wait == 0,
         )
+
+    def _preset_seat(self, preset: Preset) -> Seat:
+        runtime = preset.runtime
         engine_class = ENGINES.get(preset.engine)
         if engine_class is None or runtime.kind not in ("process", "external"):
             what = f"engine {preset.engine!r}" if engine_class is None else f"runtime kind {runtime.kind!r}"
             raise StartError(f"preset {preset.name!r}: the {what} is not built yet")
         port = runtime.port or self._ports.setdefault(preset.name, _free_port())
-        url = runtime.url or f"http://127.0.0.1:{port}"
-        engine = engine_class(url, self._http, self._timing)
-        if hasattr(engine, "health_path"):
-            engine.health_path = preset.health_path
-        return self._seat(tenant, engine, self._runtime(preset, port))
+        engine = engine_class(runtime.url or f"http://127.0.0.1:{port}", self._http, self._timing)
+        for attribute, value in (("health_path", preset.health_path), ("api_key", runtime.api_key)):
+            if hasattr(engine, attribute):
+                setattr(engine, attribute, value)
+        return self._seat(self._preset_tenant(preset), engine, self._runtime(preset, port))
+
+    def _preset_tenant(self, preset: Preset) -> Tenant:
+        settings, runtime = self.settings, preset.runtime
+        external = runtime.kind == "external"
+        if external and preset.mode is Mode.COMFYUI:
+            tenant = self._image_tenant(preset.name)
+        else:
+            grace = settings.turnstile_drain_grace if external else settings.llmc_drain_grace_s
+            tenant = Tenant(
+                preset.name,
+                preset.mode,
+                exclusive=preset.mode is Mode.COMFYUI,
+                drain_grace=grace,
+                linger=settings.llmc_idle_unload_s or None,
+            )
+        return replace(
+            tenant,
+            revision=preset.revision,
+            footprint=runtime.vram_gb or 0.0,
+            drain_grace=tenant.drain_grace if runtime.drain_grace_s is None else runtime.drain_grace_s,
+            linger=tenant.linger if runtime.idle_unload_s is None else runtime.idle_unload_s,
+        )
 
     @staticmethod
     def _runtime(preset: Preset, port: int) -> Runtime:
@@ -201,12 +262,15 @@ class App:
     def _seat(self, tenant: Tenant, engine: object, runtime: Runtime) -> Seat:
         return Seat(tenant, engine, runtime, self._gauge, self._limits)  # type: ignore[arg-type]
 
+    def _has_external(self, name: str) -> bool:
+        return any(seat.tenant.name == name for seat in self._externals)
+
     def _table(self) -> Table:
         """Which tenant serves which site, and what a request can name."""
         presets = self.store.catalogue.presets.values()
-        external = OLLAMA if any(seat.tenant.name == OLLAMA for seat in self._externals) else None
+        external = OLLAMA if self._has_external(OLLAMA) else None
         by_mode = {preset.mode: preset.name for preset in reversed(list(presets))}
-        comfy = COMFYUI if any(seat.tenant.name == COMFYUI for seat in self._externals) else None
+        comfy = COMFYUI if self._has_external(COMFYUI) else None
         return Table(
             directory=self.store.catalogue.directory(external=external, unknown=self.settings.llmc_unknown_model),
             external=external,
@@ -230,7 +294,7 @@ def _card(spec: str):  # type: ignore[no-untyped-def]
 
 def _rules(settings: Settings) -> Rules:
     return Rules(
-        patience=settings.turnstile_image_batch_max_wait or None,
+        patience=settings.turnstile_image_batch_max_wait or None,  # 0: the document's letter, see `single`
         colocate=settings.turnstile_colocate,
         capacity=capacity(settings.llmc_vram_limit_gb, settings.llmc_vram_reserve_gb),
         retry_after=settings.busy_retry_after,
@@ -246,6 +310,7 @@ def _timing(settings: Settings) -> Timing:
         free_timeout=settings.free_timeout,
         warm_timeout=settings.warm_timeout,
         call_timeout=settings.probe_timeout,
+        idle_timeout=settings.job_timeout,
     )
 
 
@@ -269,6 +334,7 @@ def _options(settings: Settings) -> Options:
         allowed_hosts=settings.turnstile_allowed_hosts,
         allowed_origins=settings.turnstile_allowed_origins,
         api_keys={key.key: key.name for key in settings.turnstile_api_keys},
+        log_requests=settings.loglevel in ("info", "debug"),
     )
 
 

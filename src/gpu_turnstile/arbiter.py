@@ -21,6 +21,7 @@ from typing import Any
 import structlog
 
 from gpu_turnstile.core.model import (
+    Break,
     Cancel,
     Cut,
     Effect,
@@ -113,6 +114,7 @@ class Arbiter:
         self._busy = False
         self._timer: asyncio.TimerHandle | None = None
         self._swap: asyncio.Task[None] | None = None
+        self._order: StartSwap | StartUnload | None = None  # what that task carries out
         self._watchers: list[Watcher] = []
         self._seated: dict[str, Seat] = {}  # what runs under a name now, whatever its preset says meanwhile
         self._positions: dict[int, int] = {}
@@ -129,7 +131,7 @@ class Arbiter:
 
     async def start(self) -> None:
         """Find out who holds the card, from the engines themselves, and begin."""
-        residents = await self._truth(self.seats)
+        residents = await self._found()
         now = self._clock()
         self._scheduler = Scheduler(
             (s.tenant for s in self.seats.values()),
@@ -144,6 +146,31 @@ class Arbiter:
         self.tell("started", {"residents": list(residents)})
         self._feed(Tick())
 
+    @property
+    def swapping(self) -> bool:
+        return self._swap is not None and not self._swap.done()
+
+    def has_leases(self, tenant: str) -> bool:
+        return self._scheduler.leases_of(tenant) > 0
+
+    async def break_glass(self, reason: str) -> list[dict[str, Any]]:
+        """End every lease by force, and a swap that hangs; returns what was cut."""
+        cut = [
+            {"tenant": lease.tenant, "client": lease.client, "age_s": round(self.now - lease.since, 3)}
+            for lease in self.snapshot().leases
+        ]
+        self._feed(Break(reason))
+        if self.swapping and self._swap is not None and self._order is not None:
+            order, swap = self._order, self._swap
+            cut.append({"swap": getattr(order, "target", None), "evict": list(order.evict)})
+            swap.cancel()
+            await asyncio.wait([swap])
+            names = (*order.evict, *([order.target] if isinstance(order, StartSwap) else []))
+            residents = await self._truth(names)
+            stuck = tuple(n for n in names if n not in residents and n in self._seated)
+            self._feed(SwapFailed(order.swap, reason, tuple(residents), stuck))
+        return cut
+
     async def _truth(self, names: Iterable[str]) -> list[str]:
         """Who of these is on the card, by what engines and runtimes say now."""
         found = []
@@ -152,6 +179,12 @@ class Arbiter:
             if seat is not None and await self._is_there(seat):
                 found.append(name)
         return found
+
+    async def _found(self) -> list[str]:
+        """Who is on the card at the start; whoever works on something first, so that it is not trampled."""
+        found = await self._truth(self.seats)
+        busy = {name for name in found if not self.seats[name].owned and await self.seats[name].engine.busy()}
+        return sorted(found, key=lambda name: name not in busy)
 
     @staticmethod
     async def _is_there(seat: Seat) -> bool:
@@ -291,6 +324,7 @@ class Arbiter:
                 self._refuse(effect)
             case StartSwap() | StartUnload():
                 self._cut(effect.cut, "the card was needed and the drain grace is over")
+                self._order = effect
                 self._swap = asyncio.get_running_loop().create_task(self._do_swap(effect))
             case Cut(tickets, reason):
                 self._cut(tickets, reason)
@@ -358,6 +392,8 @@ class Arbiter:
         try:
             problem, stuck = await self._evict(order.evict, target)
             if problem is None and target is not None:
+                await self._evict_strangers(target, order.evict)
+            if problem is None and target is not None:
                 problem = await self._admit(target)
                 if problem is not None:
                     stuck = await self._clean_up(target)
@@ -388,6 +424,15 @@ class Arbiter:
                 problem = f"{name} could not be taken off the card: {done.detail}"
                 stuck.append(name)
         return problem, stuck
+
+    async def _evict_strangers(self, target: str, evicted: tuple[str, ...]) -> None:
+        """Engines others run are asked, never assumed: one that holds something past the gate leaves like any other."""
+        if self._rules.colocate:
+            return
+        for name, seat in tuple(self.seats.items()):
+            if not seat.owned and name != target and name not in evicted and await self._is_there(seat):
+                self.tell("bypass", {"tenant": name, "what": "holds the card past the gate; it is made to leave"})
+                self._evicted(name, await seat.evict(self.seats[target].tenant.footprint))
 
     def _evicted(self, name: str, done: Evicted) -> None:
         self.unload_seconds.observe(done.seconds)

@@ -75,8 +75,9 @@ class Seat:
     async def admit(self) -> None:
         """Put it on the card and wait until it answers. Raises AdmitFailed; then nothing of it is left running."""
         before = self._before = await self._gauge.read()
-        if not self.owned:
-            return  # whoever runs it has it running; the first request finds out
+        if not self.owned:  # whoever runs it has it running; the first request finds out whether it does
+            await self._make_ready()
+            return
         self._gone = asyncio.get_running_loop().create_future()
         try:
             await self.runtime.start()
@@ -87,6 +88,14 @@ class Seat:
             self._gone = None
             after = await self._gauge.read()
             self._held = None if before is None or after is None else max(0, after.used - before.used)
+
+    async def _make_ready(self) -> None:
+        """Some engines do not serve again by themselves after they were made to let go."""
+        readied = getattr(self.engine, "admit", None)
+        if readied is not None:
+            probe = await readied()
+            if probe.health is not Health.READY:
+                raise AdmitFailed(f"{self.tenant.name} cannot be made ready: {probe.detail or probe.health}")
 
     async def _until_ready(self, gone: asyncio.Future[str]) -> None:
         deadline = time.monotonic() + self._limits.ready

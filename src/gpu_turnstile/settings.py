@@ -154,6 +154,10 @@ class Settings:
     turnstile_image_batch_max_wait: float = _setting(
         _wait, "60s", "image jobs run back to back until an LLM request waited this long; 0 = free after every job"
     )
+    turnstile_bypass: str = _setting(
+        v.one_of("wait", "ignore"), "wait", "ComfyUI jobs sent past the gate are waited for, or only shown"
+    )
+    turnstile_bypass_poll: float = _setting(_wait, "5s", "pause between two looks for work past the gate; 0 = never")
 
     # The data plane.
     turnstile_body_limit: int = _setting(_bytes, "256MiB", "largest request body kept to find its model; 413 above")

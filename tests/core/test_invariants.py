@@ -79,6 +79,10 @@ class Generated(RuleBasedStateMachine):
     def unload(self):
         self.world.unload()
 
+    @rule()
+    def break_glass(self):
+        self.world.break_glass()
+
     @rule(dropped=st.sampled_from([None, None, *NAMES]), changed=st.sampled_from([None, *NAMES]))
     def change_presets(self, dropped, changed):
         self.world.change_presets(dropped, changed)
@@ -135,8 +139,10 @@ def stroll(seed: int, steps: int) -> int:
             world.unlock(rnd.choice([None, *OWNERS]))
         elif dice < 0.985:
             world.set_mode(rnd.choice(NAMES))
-        elif dice < 0.99:
+        elif dice < 0.988:
             world.unload()
+        elif dice < 0.99:
+            world.break_glass()
         else:
             world.change_presets(rnd.choice([None, *NAMES]), rnd.choice([None, *NAMES]))
     world.go_home()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gpu_turnstile.core.model import (
+    Break,
     Cancel,
     Code,
     Cut,
@@ -299,6 +300,27 @@ def test_leaving_twice_or_after_the_answer_changes_nothing():
     p.do(Cancel(1)).see()
     p.do(Cancel(7)).see()
     assert len(p.view.leases) == 1
+
+
+def test_a_single_tenant_is_evicted_after_each_of_its_leases():
+    """The letter of the turnstile document: /free after every image job, also when the next one waits."""
+    p = Playbook(OLLAMA, replace(COMFY, single=True), rules=Rules(patience=None))
+    p.do(req(1, "comfyui")).see(StartSwap(1, "comfyui"))
+    p.do(req(2, "comfyui")).see()
+    p.do(req(3, "ollama")).see()
+    p.do(SwapSucceeded(1)).see(Grant(1, "comfyui"))
+    assert p.view.residents == ("comfyui",)
+    p.do(Release(1)).see(StartSwap(2, "comfyui", ("comfyui",)))
+    p.do(SwapSucceeded(2)).see(Grant(2, "comfyui"))
+    p.do(Release(2)).see(StartSwap(3, "ollama", ("comfyui",)))
+
+
+def test_breaking_the_glass_cuts_every_lease_and_lets_the_next_in():
+    p = turnstile(residents=["ollama"])
+    p.do(req(1, "ollama")).see(Grant(1, "ollama"))
+    p.do(req(2, "comfyui")).see()
+    p.do(Break("stuck")).see(Cut((1,), "stuck"), StartSwap(1, "comfyui", ("ollama",))).note("released", cut=1)
+    p.do(Release(1)).see()
 
 
 # -------------------------------------------------------------------------------------------- failures

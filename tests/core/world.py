@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gpu_turnstile.core.model import (
+    Break,
     Cancel,
     Cut,
     EngineLost,
@@ -46,6 +47,7 @@ TENANTS = (
     Tenant("ollama", Mode.LLM, footprint=10.0, drain_grace=None),
     Tenant("comfyui", Mode.COMFYUI, footprint=12.0, exclusive=True, rank=1, drain_grace=None, linger=0.0),
     Tenant("train", Mode.TRAIN, exclusive=True, drain_grace=40.0),
+    Tenant("forge", Mode.COMFYUI, exclusive=True, rank=1, single=True, linger=0.0, footprint=6.0),
 )
 RULES = (Rules(patience=60.0), Rules(patience=None), Rules(patience=0.0), Rules(colocate=True, capacity=24.0))
 
@@ -137,6 +139,9 @@ class World:
 
     def unload(self) -> None:
         self._do(Unload())
+
+    def break_glass(self) -> None:
+        self._do(Break("stuck"))
 
     def change_presets(self, dropped: str | None, changed: str | None) -> None:
         self.disturbed += 1

@@ -323,8 +323,12 @@ class Bench:
         self.port = await self.gateway.listen(Site.LLM, "127.0.0.1", 0)
         self.comfy_port = await self.gateway.listen(Site.COMFYUI, "127.0.0.1", 0)
 
-    def _follow(self, ticket: Ticket, job: str) -> None:
-        self.followed.append((ticket, job))
+    def _follow(self, ticket: Ticket, job: str | None) -> None:
+        """A job that has a name is a test's to end; where nobody said which, there is none."""
+        if job is None:
+            self.arbiter.release(ticket)
+        else:
+            self.followed.append((ticket, job))
 
     async def client(self, port: int | None = None) -> RawClient:
         reader, writer = await asyncio.open_connection("127.0.0.1", port or self.port, limit=1 << 22)

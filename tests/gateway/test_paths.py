@@ -49,7 +49,7 @@ ONLY_RESIDENT = words(
 
 READ = words(
     """
-    / /api/tags /api/ps /api/version /api/status /api/show /v1/audio/transcriptions /props /slots /metrics/x
+    / /api/version /api/status /api/show /v1/audio/transcriptions /props /slots /metrics/x
     /v1/stream /is_sleeping /sdapi/v1/progress /api/chat
     """
 )
@@ -83,7 +83,9 @@ def test_reading_is_neutral(method, path):
     assert classify(Site.LLM, method, path)[:2] == (NEUTRAL, Site.LLM)
 
 
-@pytest.mark.parametrize("path", ["/v1/models", "/models", "/v1/models/x", "/v1/models/org%2Fx", "/v1/models/"])
+@pytest.mark.parametrize(
+    "path", ["/v1/models", "/models", "/v1/models/x", "/v1/models/org%2Fx", "/v1/models/", "/api/tags", "/api/ps"]
+)
 def test_listings_are_listings(path):
     assert classify(Site.LLM, "GET", path).kind is LISTING
 

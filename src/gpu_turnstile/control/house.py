@@ -24,6 +24,7 @@ class House:
     `refresh`: reads the preset folder again and tells the arbiter; called before a listing; may be async.
     `jobs`: the ComfyUI jobs that are followed now: dicts with `prompt_id`, `phase`, `since` (the arbiter's clock).
     `image_jobs`: how many jobs ended how (`JobEnd` -> count), counted by whoever follows them.
+    `bypass`: work sent past the gate: dicts with `tenant`, `what`, `age_s`.
     `gauge`: the card, where one can be read. `http`: asks the external Ollama for its models; None = it is not asked.
     """
 
@@ -35,6 +36,7 @@ class House:
     refresh: Callable[[], Awaitable[None] | None]
     started: float = field(default_factory=time.time)
     jobs: Callable[[], list[dict[str, Any]]] = list
+    bypass: Callable[[], list[dict[str, Any]]] = list
     image_jobs: dict[str, int] = field(default_factory=dict)
     gauge: Gauge | None = None
     http: httpx.AsyncClient | None = None

@@ -111,6 +111,12 @@ class ModeAnswer(BaseModel):
     locks: dict[str, Any]
 
 
+class Bypass(BaseModel):
+    tenant: str
+    what: str
+    age_s: float
+
+
 class Status(ModeAnswer):
     version: str
     uptime_s: float
@@ -120,6 +126,7 @@ class Status(ModeAnswer):
     queue: list[Waiting]
     card: Card
     jobs: list[Job]
+    bypass: list[Bypass] = Field(description="work that somebody sent to an engine past the gate")
     presets: Presets
     engines: list[EngineInfo]
     counters: Counters

@@ -99,6 +99,7 @@ async def status(house: House, feed: Feed) -> shapes.Status:
             shapes.Job(prompt_id=str(job["prompt_id"]), phase=str(job["phase"]), age_s=_ago(now, job["since"]))
             for job in house.jobs()
         ],
+        bypass=[shapes.Bypass(**item) for item in house.bypass()],
         presets=shapes.Presets(
             count=len(house.store.catalogue.presets), error=str(house.store.error) if house.store.error else None
         ),

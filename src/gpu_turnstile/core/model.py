@@ -51,6 +51,7 @@ class Tenant:
     `rank`: the priority class; a waiting ticket of a higher rank stops new grants of a lower one.
     `drain_grace`: seconds its leases may hold a swap off; None = for ever (engines somebody else runs).
     `linger`: seconds it may stay on the card with nothing to do; 0 = leave at once, None = for ever.
+    `single`: it is evicted after each of its leases, even if the next one waits (one `/free` per image job).
     `footprint`: GB it needs on the card; 0 = unknown.
     `revision`: anything that changes when the preset changes, so that a changed resident is noticed.
     """
@@ -62,6 +63,7 @@ class Tenant:
     rank: int = 0
     drain_grace: float | None = 60.0
     linger: float | None = None
+    single: bool = False
     revision: str = ""
 
 
@@ -164,6 +166,13 @@ class Unload:
 
 
 @dataclass(frozen=True, slots=True)
+class Break:
+    """Somebody breaks the glass: every lease ends now, whoever holds it."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class PresetsChanged:
     """The whole new table of tenants. Removed and changed residents drain and leave; nobody else is touched."""
 
@@ -192,6 +201,7 @@ Event = (
     | Renew
     | SetMode
     | Unload
+    | Break
     | PresetsChanged
     | Shutdown
     | Tick
@@ -240,7 +250,7 @@ class StartUnload:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """These leases ended because their engine is gone; they need no Release any more."""
+    """These leases ended because their engine is gone, or by force; they need no Release any more."""
 
     tickets: tuple[int, ...]
     reason: str

@@ -27,6 +27,7 @@ from gpu_turnstile.core import budget, policy
 from gpu_turnstile.core.line import Line, Queue
 from gpu_turnstile.core.locks import LockBook
 from gpu_turnstile.core.model import (
+    Break,
     Cancel,
     Code,
     Cut,
@@ -78,6 +79,11 @@ class _Resident:
     @property
     def serves(self) -> bool:
         return not (self.stale or self.stuck)
+
+    @property
+    def admits(self) -> bool:
+        """Whether it may be granted another lease before it is evicted."""
+        return self.serves and not (self.tenant.single and self.begun)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +150,7 @@ class Scheduler:
             Renew: self._on_renew,
             SetMode: self._on_set_mode,
             Unload: self._on_unload,
+            Break: self._on_break,
             PresetsChanged: self._on_presets_changed,
             Shutdown: self._on_shutdown,
             Tick: self._on_tick,
@@ -294,7 +301,7 @@ class Scheduler:
     def _serving(self, wants: tuple[str, ...]) -> _Resident | None:
         for want in wants:
             resident = self._residents.get(want)
-            if resident is not None and resident.serves:
+            if resident is not None and resident.admits:
                 return resident
         return None
 
@@ -313,9 +320,9 @@ class Scheduler:
 
     def _victims(self, target: Tenant) -> dict[str, _Resident]:
         """Who has to leave for `target`: whoever cannot serve, and as many others as the budget says."""
-        healthy = {n: r.tenant.footprint for n, r in self._residents.items() if r.serves and n != target.name}
+        healthy = {n: r.tenant.footprint for n, r in self._residents.items() if r.admits and n != target.name}
         leaving = set(budget.plan_eviction(healthy, target.footprint, self.rules.capacity, self.rules.colocate))
-        return {n: r for n, r in self._residents.items() if n in leaving or not r.serves}
+        return {n: r for n, r in self._residents.items() if n in leaving or not r.admits}
 
     def _make_room(self, target: Tenant | None, victims: dict[str, _Resident], now: float, out: list[Effect]) -> bool:
         """Start the swap if the victims are drained or out of grace, else let them drain. True = decided."""
@@ -469,6 +476,17 @@ class Scheduler:
         self._unload = True
         self._advance(now, out)
 
+    def _on_break(self, event: Break, now: float, out: list[Effect]) -> None:
+        tickets = tuple(self._leases)
+        for resident in self._residents.values():
+            resident.leases.clear()
+            resident.idle_since = now
+        self._leases.clear()
+        out.append(Note("released", {"reason": event.reason, "cut": len(tickets)}))
+        if tickets:
+            out.append(Cut(tickets, event.reason))
+        self._advance(now, out)
+
     def _on_presets_changed(self, event: PresetsChanged, now: float, out: list[Effect]) -> None:
         self._tenants = {t.name: t for t in event.tenants}
         for name, resident in self._residents.items():
@@ -586,6 +604,10 @@ class Scheduler:
     def inflight(self) -> int:
         """How many leases there are."""
         return len(self._leases)
+
+    def leases_of(self, tenant: str) -> int:
+        resident = self._residents.get(tenant)
+        return len(resident.leases) if resident is not None else 0
 
     @property
     def resident(self) -> str | None:

@@ -90,6 +90,7 @@ class Timing:
     free_timeout: float = 30.0
     warm_timeout: float = 120.0
     call_timeout: float = 5.0
+    idle_timeout: float | None = None  # how long a release waits for work of others to end; None = unload_timeout
 
 
 class Engine(Protocol):

@@ -109,7 +109,8 @@ class ComfyUI(HttpEngine):
     async def _until_idle(self) -> Release | None:
         """None when the queue is empty, else why the release ends here."""
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self.timing.unload_timeout
+        limit = self.timing.idle_timeout
+        deadline = loop.time() + (self.timing.unload_timeout if limit is None else limit)
         found = Release(Released.TIMEOUT, "its queue could not be read in time")
         while (left := deadline - loop.time()) > 0:
             reply = await self.get("/queue", min(self.timing.call_timeout, left))

@@ -8,6 +8,7 @@ connection may have been closed by the other side a moment ago; a POST is never 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -63,7 +64,7 @@ class Reply:
             return None
         try:
             return msgspec.json.decode(self.body, type=shape)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return None
 
     def was_cut_short(self, wanted: float, got: float) -> bool:
@@ -75,22 +76,37 @@ class Reply:
         return self.date or datetime.now(UTC)
 
 
-async def call(http: httpx.AsyncClient, method: str, url: str, *, body: object | None = None, timeout: float) -> Reply:
+async def call(
+    http: httpx.AsyncClient,
+    method: str,
+    url: str,
+    *,
+    body: object | None = None,
+    timeout: float,
+    headers: Mapping[str, str] | None = None,
+) -> Reply:
     """One call, over in `timeout` seconds. Connecting gets half of them, to tell 'nobody there' from 'hangs'."""
     try:
         async with asyncio.timeout(timeout):
-            reply = await _attempt(http, method, url, body, timeout)
+            reply = await _attempt(http, method, url, body, timeout, headers)
             if reply.failure is Failure.BROKEN and method == "GET":
-                reply = await _attempt(http, method, url, body, timeout)
+                reply = await _attempt(http, method, url, body, timeout, headers)
             return reply
     except TimeoutError:
         return Reply(failure=Failure.TIMEOUT, error=f"no answer within {timeout:.3g} s")
 
 
-async def _attempt(http: httpx.AsyncClient, method: str, url: str, body: object | None, timeout: float) -> Reply:
+async def _attempt(
+    http: httpx.AsyncClient,
+    method: str,
+    url: str,
+    body: object | None,
+    timeout: float,
+    headers: Mapping[str, str] | None,
+) -> Reply:
     limits = httpx.Timeout(timeout, connect=timeout / 2)
     try:
-        async with http.stream(method, url, json=body, timeout=limits) as response:
+        async with http.stream(method, url, json=body, timeout=limits, headers=headers) as response:
             return await _read(response)
     except (httpx.ConnectError, httpx.ConnectTimeout) as error:
         return Reply(failure=Failure.UNREACHABLE, error=f"cannot connect: {_text(error)}")

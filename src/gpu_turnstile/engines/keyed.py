@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractAsyncContextManager
-from typing import Any, cast
-
-import httpx
-
 from gpu_turnstile.engines.http import HttpEngine, Reply, call
 
 
@@ -29,16 +24,4 @@ class KeyedEngine(HttpEngine):
 
     async def ask(self, method: str, path: str, body: object | None, timeout: float | None) -> Reply:
         limit = self.timing.call_timeout if timeout is None else timeout
-        http = cast(httpx.AsyncClient, _WithHeaders(self.http, self.headers()))
-        return await call(http, method, self.url + path, body=body, timeout=limit)
-
-
-class _WithHeaders:
-    """The shared client as `call` uses it, with headers of one engine's own on every request."""
-
-    def __init__(self, http: httpx.AsyncClient, headers: dict[str, str]) -> None:
-        self._http = http
-        self._headers = headers
-
-    def stream(self, method: str, url: str, **options: Any) -> AbstractAsyncContextManager[httpx.Response]:
-        return self._http.stream(method, url, headers=self._headers, **options)
+        return await call(self.http, method, self.url + path, body=body, timeout=limit, headers=self.headers())

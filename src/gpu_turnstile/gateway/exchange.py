@@ -13,8 +13,9 @@ Kept true here, whoever leaves or dies at whatever moment:
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -34,17 +35,33 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 HOLD_BACK = 256 * 1024  # bytes of a streamed body kept while the engine's connection is being opened
+READ_TRIES = 3  # how often a read that was answered with 5xx is tried again
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+JOB_SITES = frozenset((Site.INVOKEAI,))  # whose answers come before the work, besides ComfyUI's
 _NO_TUNNEL = frozenset((b"h2", b"h2c", b"h3", b"http", b"tls"))
 _SAFE_METHODS = frozenset(("GET", "HEAD", "OPTIONS"))
 
 
-class _PromptReply(msgspec.Struct):
-    prompt_id: str | None = None
+class _Prompt(msgspec.Struct):
+    """The one field of ComfyUI's request and answer that matters here."""
+
+    prompt_id: Any = None
+
+
+_read_prompt = msgspec.json.Decoder(_Prompt).decode
+
+
+def _prompt_id(body: bytes) -> str | None:
+    try:
+        found = _read_prompt(body).prompt_id
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return None
+    return found if isinstance(found, str) and found else None
 
 
 class Exchange:
     __slots__ = (
+        "_began",
         "_buffer",
         "_buffered",
         "_captured",
@@ -56,6 +73,7 @@ class Exchange:
         "_framing",
         "_pause",
         "_pieces",
+        "_prompt",
         "_reader",
         "_received",
         "_reply",
@@ -96,6 +114,8 @@ class Exchange:
         self._reply: ResponseHead | None = None
         self._buffer = b""
         self._captured: list[bytes] | None = None
+        self._prompt: str | None = None  # the prompt_id the client chose itself
+        self._began = time.monotonic()
         self._extra = False
         self._pause = False
         self._dead = False
@@ -113,6 +133,8 @@ class Exchange:
         """Decide what the request is and start receiving its body."""
         head, place = self.head, self.place
         self._request = wire.request_framing(head)
+        if self.gateway.options.log_requests:
+            self.gateway.log_incoming(self)
         refusal = self.gateway.refuses(head, place)
         if refusal is not None:
             self._fail(refusal)
@@ -137,7 +159,7 @@ class Exchange:
                 if self._reader is None:
                     return
         else:
-            upstream = self.gateway.upstream_for(place, head.path)
+            upstream = self.gateway.upstream_for(place, head.path, self.client.bound if self.client else None)
             if isinstance(upstream, Problem):
                 self._without_engine(upstream)
                 return
@@ -213,7 +235,7 @@ class Exchange:
             self._fail(_too_large(self.gateway.options.body_limit))
         elif self._look_into(known) and self._request.done:
             self._body_complete()
-        return taken if not self._dead else len(data)
+        return taken if self._request.done or not self._dead else len(data)
 
     def _look_into(self, known: int) -> bool:
         """Let the reader see what has come since; False when it cannot be read."""
@@ -249,8 +271,11 @@ class Exchange:
 
     def _body_complete(self) -> None:
         site = self.place.site
-        if site is not Site.LLM:
-            tenant = self.gateway.tenant_of(site)
+        bound = self.client.bound if self.client is not None else None
+        if site is not Site.LLM or bound is not None:
+            tenant = bound or self.gateway.tenant_of(site)
+            if site is Site.COMFYUI:
+                self._prompt = _prompt_id(b"".join(self._pieces))
             if tenant is None:
                 self._fail(self.gateway.inactive(site))
             else:
@@ -388,11 +413,7 @@ class Exchange:
         if self.place.kind is Kind.NEUTRAL and courtesy.answer(self.head, self.place) is not None:
             self._without_engine(Problem("upstream_unreachable", why))
             return
-        options = self.gateway.options
-        pause = min(options.backoff_initial * 2**self._tries, options.backoff_max)
-        self._tries = min(self._tries + 1, 30)
-        self.gateway.unreachable(self._upstream, why, pause)
-        self._retry = asyncio.get_running_loop().call_later(pause, self._open)
+        self._later(why)
 
     def _use(self, connection: UpstreamConnection) -> None:
         head = self.head
@@ -452,7 +473,7 @@ class Exchange:
     def _reply_head(self, data: bytes) -> None:
         """Gather the answer's head; go over interim answers."""
         data = self._buffer + data if self._buffer else data
-        while self._reply is None:
+        while True:
             end = data.find(wire.HEAD_END)
             if end < 0:
                 self._buffer = data
@@ -469,7 +490,8 @@ class Exchange:
             if reply.status >= 200 or reply.status == 101:
                 self._buffer = b""
                 self._begin_reply(reply, data)
-            elif reply.status != 100 and self.head.http11 and self.client is not None:
+                return
+            if reply.status != 100 and self.head.http11 and self.client is not None:
                 self.client.transport.write(wire.switching_bytes(reply))
 
     def _begin_reply(self, reply: ResponseHead, rest: bytes) -> None:
@@ -479,6 +501,8 @@ class Exchange:
             self._begin_tunnel(reply, rest)
             return
         self._tunnel = False
+        if reply.status >= 500 and not head.upgrade and self._ask_again(reply):
+            return
         framing = wire.response_framing(reply, head.method)
         if isinstance(framing, Chunked) and not head.http11:
             framing.payload = []
@@ -501,6 +525,31 @@ class Exchange:
             self._finish()
         elif rest:
             self._first_bytes(out, rest)
+
+    def _ask_again(self, reply: ResponseHead) -> bool:
+        """A read that an engine somebody else runs answered with 5xx is tried again, a few times (turnstile document).
+
+        After that the engine's own answer is passed on: hiding it for ever would help nobody.
+        """
+        upstream = self._upstream
+        if self.head.method not in ("GET", "HEAD") or self.head.has_body or self.place.kind is not Kind.NEUTRAL:
+            return False
+        if upstream is None or self._tries >= READ_TRIES or not self.gateway.is_external(upstream.name):
+            return False
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.drop()
+        self._reply, self._sent, self._buffer = None, False, b""
+        self._later(f"answered {reply.status}")
+        return True
+
+    def _later(self, why: str) -> None:
+        """Try again after a pause that doubles from try to try."""
+        options = self.gateway.options
+        pause = min(options.backoff_initial * 2**self._tries, options.backoff_max)
+        self._tries = min(self._tries + 1, 30)
+        self.gateway.unreachable(self._upstream, why, pause)
+        self._retry = asyncio.get_running_loop().call_later(pause, self._open)
 
     def _go_on_early(self, reply: ResponseHead, rest: bytes) -> None:
         """The answer was begun before the engine's: its body goes on in the stream that is open already."""
@@ -584,6 +633,7 @@ class Exchange:
             else:
                 connection.drop()
         self._release()
+        self._log_end(reply.status if reply is not None else None)
         if self._received > memory.LARGE:
             memory.give_back_soon()
         client, self.client = self.client, None
@@ -591,29 +641,33 @@ class Exchange:
             client.exchange_done()
 
     def _release(self) -> None:
+        """The answer is complete. The work may go on: an image job lives until its engine says otherwise."""
         ticket, self._ticket = self._ticket, None
         if ticket is None:
             return
-        job = self._job()
-        if job is None:
-            self.gateway.arbiter.release(ticket)
+        ticket.on_cut = None
+        if self._may_go_on():
+            self.gateway.follow(ticket, self._job())
         else:
-            ticket.on_cut = None
-            self.gateway.follow(ticket, job)
+            self.gateway.arbiter.release(ticket)
+
+    def _may_go_on(self) -> bool:
+        """Whether there may be a job behind the answer. A refusal (4xx) of ComfyUI's has queued nothing."""
+        reply = self._reply
+        if self.place.site is Site.COMFYUI:
+            return reply is None or reply.status == 200 or reply.status >= 500
+        return self.place.site in JOB_SITES
 
     def _job(self) -> str | None:
-        """The prompt_id in the answer to ComfyUI's /prompt: work that goes on after the answer."""
+        """The prompt_id in the answer to ComfyUI's /prompt, else the one the client chose; None = nobody said."""
         if self._captured is None or self._reply is None:
-            return None
+            return self._prompt
         raw = b"".join(self._captured)
         if self._reply.chunked:
             payload: list[bytes] = []
             Chunked(payload).take(raw)
             raw = b"".join(payload)
-        try:
-            return msgspec.json.decode(raw, type=_PromptReply).prompt_id
-        except (msgspec.MsgspecError, UnicodeError):
-            return None
+        return _prompt_id(raw) or self._prompt
 
     def upstream_eof(self) -> None:
         if self._agreed and self.client is not None:
@@ -689,6 +743,11 @@ class Exchange:
         if self._sent and self.place.site is Site.COMFYUI and self._ticket is not None:
             return
         self._stop()
+        self._log_end(None)
+
+    def _log_end(self, status: int | None) -> None:
+        if self.gateway.options.log_requests:
+            self.gateway.log_outgoing(self, status, time.monotonic() - self._began)
 
     def _stop(self) -> None:
         """Give up everything this exchange holds."""
@@ -704,7 +763,12 @@ class Exchange:
         if connection is not None:
             connection.drop()
         ticket, self._ticket = self._ticket, None
-        if ticket is not None:
+        if ticket is None:
+            return
+        if self._sent and ticket.tenant is not None and self.place.site is Site.COMFYUI and self._may_go_on():
+            ticket.on_cut = None  # it was sent and its answer was lost: ComfyUI may run it all the same
+            self.gateway.follow(ticket, self._prompt)
+        else:
             self.gateway.arbiter.leave(ticket)
 
     def _fail(self, problem: Problem) -> None:
@@ -712,6 +776,7 @@ class Exchange:
         client, complete = self.client, self._request.done or not self.head.has_body
         self.client = None
         self._stop()
+        self._log_end(problem.http_status if client is not None else None)
         if client is None:
             return
         if self._early:
@@ -735,6 +800,7 @@ class Exchange:
         client, self.client = self.client, None
         last = self._last_word(problem, reply) if between else b""
         self._stop()
+        self._log_end(None)
         if client is not None:
             client.cut_off(last)
 

@@ -37,6 +37,8 @@ class Site(StrEnum):
 
     LLM = "llm"
     COMFYUI = "comfyui"
+    A1111 = "a1111"
+    INVOKEAI = "invokeai"
     TRAIN = "train"
     CONTROL = "control"
 
@@ -84,7 +86,21 @@ _CONTROL = frozenset(
 _CONTROL_BELOW = ("/ui/", "/docs/", "/v1/presets/", "/gpu-turnstile/")
 _CONTROL_COMFY = frozenset(("/healthz",))
 
-_LISTINGS = frozenset(("/v1/models", "/models"))
+_A1111_WORK = frozenset(
+    (
+        "/sdapi/v1/txt2img",
+        "/sdapi/v1/img2img",
+        "/sdapi/v1/extra-single-image",
+        "/sdapi/v1/extra-batch-images",
+        "/sdapi/v1/interrogate",
+        "/sdapi/v1/refresh-checkpoints",
+        "/sdapi/v1/reload-checkpoint",
+        "/run/predict",
+        "/queue/join",
+    )
+)
+
+_LISTINGS = frozenset(("/v1/models", "/models", "/api/tags", "/api/ps"))
 _LISTINGS_BELOW = ("/v1/models/",)
 
 # POSTs of the native Ollama API that use no GPU.
@@ -132,9 +148,11 @@ _PLAIN = ("/sdapi/",)
 
 
 def classify(listener: Site, method: str, path: str) -> Place:
-    """What a request to `path` (the target up to `?`) is, on the main listener (Site.LLM) or ComfyUI's."""
+    """What a request to `path` (the target up to `?`) is, on the main listener (Site.LLM) or an image server's own."""
     if listener is Site.COMFYUI:
         return _comfyui(method, path, 0, own=True)
+    if listener is Site.A1111 or listener is Site.INVOKEAI:
+        return _image_server(listener, method, plain_path(path))
     plain = plain_path(path)
     if plain in _CONTROL or plain.startswith(_CONTROL_BELOW):
         return Place(Kind.CONTROL, Site.CONTROL, Dialect.PLAIN)
@@ -172,6 +190,22 @@ def _comfyui(method: str, path: str, strip: int, own: bool) -> Place:
     return Place(kind, Site.COMFYUI, Dialect.COMFYUI, strip)
 
 
+def _image_server(site: Site, method: str, plain: str) -> Place:
+    """Image servers with a listener of their own: what they are asked to paint is work, the rest of their page is not.
+
+    A1111 and Forge paint on POSTs of their API and on what their page's framework sends; InvokeAI on what is queued.
+    """
+    if plain in _CONTROL_COMFY:
+        return Place(Kind.CONTROL, Site.CONTROL, Dialect.PLAIN)
+    if method in _HARMLESS:
+        work = False
+    elif site is Site.A1111:
+        work = plain in _A1111_WORK
+    else:
+        work = plain.endswith(("/enqueue_batch", "/enqueue_graph"))
+    return Place(Kind.WORK if work else Kind.NEUTRAL, site, Dialect.PLAIN)
+
+
 def _llm(method: str, path: str, plain: str) -> Place:
     return Place(_llm_kind(method, path, plain), Site.LLM, _dialect(plain))
 
@@ -185,7 +219,7 @@ def _dialect(plain: str) -> Dialect:
 
 
 def _llm_kind(method: str, path: str, plain: str) -> Kind:
-    if method in _READS and (plain in _LISTINGS or plain.startswith(_LISTINGS_BELOW)):
+    if method in ("GET", "HEAD") and (plain in _LISTINGS or plain.startswith(_LISTINGS_BELOW)):
         return Kind.LISTING
     if method in _HARMLESS:
         return Kind.NEUTRAL

@@ -63,6 +63,7 @@ class Options:
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     api_keys: Mapping[str, str] = field(default_factory=dict)  # key -> name of the client
+    log_requests: bool = False
 
     def wait_limit(self, site: Site) -> float | None:
         """How long a request may wait for the card; an image job waits as long as its client does."""
@@ -96,9 +97,12 @@ class Gateway:
         table: Table,
         control: Upstream,
         options: Options,
-        follow: Callable[[Ticket, str], None],
+        follow: Callable[[Ticket, str | None], None],
     ) -> None:
-        """`control` is the control API; `follow(ticket, job)` keeps a lease until a ComfyUI job has ended."""
+        """`control` is the control API.
+
+        `follow(ticket, job)` keeps a lease until the work behind an answer has ended; `job` None = nobody said which.
+        """
         self.arbiter = arbiter
         self.table = table
         self.control = control
@@ -130,19 +134,26 @@ class Gateway:
             )
         return upstream
 
-    def upstream_for(self, place: Place, path: str) -> Upstream | Problem:
-        """Where a request goes that does not need the card."""
+    def upstream_for(self, place: Place, path: str, bound: str | None = None) -> Upstream | Problem:
+        """Where a request goes that does not need the card. `bound`: the tenant whose own listener it came in by."""
+        if bound is not None and place.kind is not Kind.CONTROL:
+            return (self.upstream_of(bound) if self._answers(bound) else None) or self.inactive(place.site)
         if path in _HELLO:
             return self.inactive(place.site)  # no engine knows it; the gate itself says hello
         if place.kind is Kind.RESIDENT and not self._llm_is_resident:
             message = "only an LLM engine that is on the card can answer this, and asking does not bring one in"
             return Problem(Code.SERVICE_INACTIVE, message, 404 if path == _COUNT else 0)
-        if place.kind is Kind.CONTROL or (place.kind is Kind.LISTING and self.table.listing_is_ours):
+        if place.kind is Kind.CONTROL or (place.kind is Kind.LISTING and self._lists_itself(place)):
             return self.control
         tenant = self._neutral_tenant(place)
         if tenant is None:
             return self.inactive(place.site)
         return self.upstream_of(tenant) or self.inactive(place.site)
+
+    def _lists_itself(self, place: Place) -> bool:
+        """Presets are listed by the gate; in Ollama's own terms only where there is no Ollama to do it."""
+        native = place.dialect is Dialect.OLLAMA
+        return self.table.listing_is_ours and not (native and self.table.external is not None)
 
     def _neutral_tenant(self, place: Place) -> str | None:
         if place.site is not Site.LLM:
@@ -167,6 +178,10 @@ class Gateway:
 
     def tenant_of(self, site: Site) -> str | None:
         return self.table.comfyui if site is Site.COMFYUI else self.table.train
+
+    def is_external(self, tenant: str) -> bool:
+        seat = self.arbiter.seat(tenant)
+        return seat is not None and not seat.owned
 
     def inactive(self, site: Site) -> Problem:
         message = f"no {site.value} engine is on the card; reading does not bring one in, a request for work does"
@@ -205,13 +220,23 @@ class Gateway:
             self.counts.died_midstream += 1
         log.warning("upstream_died_midstream" if midstream else "upstream_died", engine=name, reason=problem.message)
 
+    def log_incoming(self, exchange: Exchange) -> None:
+        head = exchange.head
+        who = exchange.client.who(head) if exchange.client is not None else ""
+        log.info("-->", method=head.method, path=head.path, client=who)
+
+    def log_outgoing(self, exchange: Exchange, status: int | None, seconds: float) -> None:
+        """`status` None: the answer did not end as one."""
+        head = exchange.head
+        log.info("<--", method=head.method, path=head.path, status=status or "cut off", seconds=round(seconds, 3))
+
     # ------------------------------------------------------------------------------------------ listening
 
-    async def listen(self, site: Site, host: str, port: int) -> int:
-        """Open a listener; returns its port. Raises OSError."""
+    async def listen(self, site: Site, host: str, port: int, bound: str | None = None) -> int:
+        """Open a listener; returns its port. `bound`: everything on it is for that tenant. Raises OSError."""
         loop = asyncio.get_running_loop()
         server = await loop.create_server(
-            lambda: ClientConnection(self, site), host or None, port, backlog=1024, reuse_address=True
+            lambda: ClientConnection(self, site, bound), host or None, port, backlog=1024, reuse_address=True
         )
         self._servers.append(server)
         if self._sweeper is None:
@@ -263,6 +288,7 @@ class ClientConnection(asyncio.Protocol):
         "_pauses",
         "_since",
         "_who",
+        "bound",
         "exchange",
         "gateway",
         "is_full",
@@ -273,9 +299,10 @@ class ClientConnection(asyncio.Protocol):
 
     transport: asyncio.Transport
 
-    def __init__(self, gateway: Gateway, site: Site) -> None:
+    def __init__(self, gateway: Gateway, site: Site, bound: str | None = None) -> None:
         self.gateway = gateway
         self.site = site
+        self.bound = bound
         self.exchange: Exchange | None = None
         self.keep_alive = True
         self._buffer = b""

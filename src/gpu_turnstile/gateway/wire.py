@@ -302,7 +302,8 @@ def parse_response(data: bytes) -> ResponseHead:
         raise Malformed(f"the engine's answer is not valid HTTP: {error}", 502) from None
     head.status = parser.get_status_code()
     version = data[:9]
-    if (version != b"HTTP/1.1 " and version != b"HTTP/1.0 ") or not _REASON.fullmatch(head.reason):
+    valid = version == b"HTTP/1.1 " or version == b"HTTP/1.0 "
+    if not valid or head.status < 100 or not _REASON.fullmatch(head.reason):
         raise Malformed("the engine's answer has no valid status line", 502)
     head.http11 = version == b"HTTP/1.1 "
     for name, value in head.headers:

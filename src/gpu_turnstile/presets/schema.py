@@ -19,14 +19,31 @@ from gpu_turnstile.core.model import Mode
 from gpu_turnstile.core.routes import CAPABILITY_PREFIX, ROUTE, ROUTE_PREFIX, canonical
 from gpu_turnstile.presets import command
 from gpu_turnstile.presets.errors import Misfit, PresetError, validate
-from gpu_turnstile.presets.values import http_url
+from gpu_turnstile.presets.values import address, http_url
 
-EngineKind = Literal["llama-server", "ninfer", "vllm", "sglang", "ollama", "comfyui", "train", "command"]
+EngineKind = Literal[
+    "llama-server",
+    "ninfer",
+    "vllm",
+    "sglang",
+    "ollama",
+    "comfyui",
+    "train",
+    "command",
+    "a1111",
+    "invokeai",
+    "koboldcpp",
+    "lm-studio",
+    "localai",
+    "tabbyapi",
+]
 RuntimeKind = Literal["docker", "process", "systemd", "external"]
 
-MODES = {"comfyui": Mode.COMFYUI, "train": Mode.TRAIN}  # every other engine serves language models
+# Every other engine serves language models.
+MODES = {"comfyui": Mode.COMFYUI, "a1111": Mode.COMFYUI, "invokeai": Mode.COMFYUI, "train": Mode.TRAIN}
 FILE_ENGINES = ("llama-server", "ninfer")  # load one model file
 REPO_ENGINES = ("vllm", "sglang")  # load a whole repository or folder
+EXTERNAL_ENGINES = ("a1111", "invokeai", "koboldcpp", "lm-studio", "localai", "tabbyapi")  # run by somebody else
 HEALTH_ENGINES = ("command", "train")  # have no readiness path of their own
 DEFAULT_HEALTH = "/health"
 
@@ -47,6 +64,8 @@ _RUNTIME_KEYS = {  # keys only some runtimes have a use for
     "cwd": ("process",),
     "unit": ("systemd",),
     "url": ("systemd", "external"),
+    "listen": ("external",),
+    "api_key": ("external",),
     "stop_grace_s": ("docker", "process", "systemd"),
 }
 
@@ -83,6 +102,12 @@ def _mount(mount: str) -> str:
     if not _MOUNT.fullmatch(mount):
         raise ValueError(f'"{mount}" must be /on/the/host:/in/the/container, and may end in :ro (default) or :rw')
     return mount
+
+
+def _listen(text: str) -> str:
+    if address(text) is None:
+        raise ValueError('must be an address such as ":7860" or "127.0.0.1:7860"')
+    return text
 
 
 def _env_name(name: str) -> str:
@@ -149,6 +174,8 @@ class Runtime(Strict):
     unit: Text | None = None
     url: Annotated[str, AfterValidator(http_url)] | None = None
     port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    listen: Annotated[str, AfterValidator(_listen)] | None = None
+    api_key: Text | None = None
     health: Annotated[str, AfterValidator(_ascii_path)] | None = None
     gpus: Texts = ()
     mounts: Mounts = ()
@@ -195,9 +222,14 @@ class PresetFile(Strict):
 
     @model_validator(mode="after")
     def _engine_has_what_it_needs(self) -> Self:
-        for check in (_check_model, _check_health, _check_flags, _check_port):
+        for check in (_check_external, _check_model, _check_health, _check_flags, _check_port):
             check(self)
         return self
+
+
+def _check_external(preset: PresetFile) -> None:
+    if preset.engine in EXTERNAL_ENGINES and preset.runtime.kind != "external":
+        raise Misfit("runtime.kind", f'engine "{preset.engine}" is run by somebody else: it must be "external"')
 
 
 def _check_model(preset: PresetFile) -> None:
@@ -263,7 +295,7 @@ class Preset(PresetFile):
     def revision(self) -> str:
         """Changes exactly when the engine would have to be started again to honour the file."""
         concerns = self.model_dump(mode="json", include={"engine", "model", "runtime"}, exclude_defaults=True)
-        for key in ("max_output", "reasoning", "vram_gb", "drain_grace_s", "idle_unload_s", "stop_grace_s"):
+        for key in ("listen", "max_output", "reasoning", "vram_gb", "drain_grace_s", "idle_unload_s", "stop_grace_s"):
             concerns["runtime"].pop(key, None)
         return hashlib.sha256(json.dumps(concerns, sort_keys=True).encode()).hexdigest()[:16]
 
