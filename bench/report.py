@@ -44,8 +44,8 @@ class Limit:
 
 
 LIMITS = (
-    Limit("cpu_request", "go", 1.00),
-    Limit("cpu_chunk", "go", 1.00),
+    Limit("cpu_request", "go", 0.85),
+    Limit("cpu_chunk", "go", 0.90),
     Limit("chunk_p99", "go", 2.00),
     Limit("cpu_chunk", "nginx", 1.50),
     Limit("idle_kb", None, 12.0),

@@ -73,6 +73,7 @@ class Exchange:
         "_framing",
         "_pause",
         "_pieces",
+        "_plain",
         "_prompt",
         "_reader",
         "_received",
@@ -117,6 +118,7 @@ class Exchange:
         self._prompt: str | None = None  # the prompt_id the client chose itself
         self._began = time.monotonic()
         self._extra = False
+        self._plain = False  # the rest of the answer goes to the client as it comes
         self._pause = False
         self._dead = False
         self._finished_sides = 0  # of a tunnel: how many said that they send no more
@@ -453,10 +455,9 @@ class Exchange:
         if self._reply is None:
             self._reply_head(data)
             return
-        client = self.client
         if self._tunnel:
-            if client is not None:
-                client.transport.write(data)
+            if self.client is not None:
+                self.client.transport.write(data)
             return
         framing = self._framing
         try:
@@ -466,7 +467,10 @@ class Exchange:
             return
         if taken != len(data):
             data, self._extra = data[:taken], True
-        self._pass_on(data)
+        if self._plain and self.client is not None:
+            self.client.transport.write(data)
+        else:
+            self._pass_on(data)
         if framing.done:
             self._finish()
 
@@ -509,6 +513,7 @@ class Exchange:
         self._framing = framing
         if self.place.site is Site.COMFYUI and self._ticket is not None and reply.status == 200:
             self._captured = []
+        self._plain = self._captured is None and not self._early and (head.http11 or not reply.chunked)
         until_close = isinstance(framing, UntilClose) or (isinstance(framing, Chunked) and not head.http11)
         keep = head.keep_alive and not until_close and self._request.done
         if self._early:

@@ -454,6 +454,11 @@ class UntilClose:
         return len(data)
 
 
+SHORT_LINE: Final = 10  # bytes of a size line that is worth remembering
+MOST_LENGTHS: Final = 4096
+_lengths: Final[dict[bytes, int]] = {}  # size lines that were found valid -> bytes of the chunk with its CRLF
+
+
 class Chunked:
     """The chunked coding. `payload`, if given, collects the decoded bytes. Raises Malformed.
 
@@ -482,6 +487,13 @@ class Chunked:
 
     def take(self, data: bytes) -> int:
         position, size = 0, len(data)
+        if not self._skip and not self._line and self.payload is None and self._trailer < 0:
+            # One flush of an engine is one chunk and comes in one piece: the hot path of every stream.
+            end = data.find(b"\n", 0, SHORT_LINE) + 1
+            length = _lengths.get(data[:end])
+            if length is not None and end + length == size and data.endswith(b"\r\n") and length > 5:
+                self._seen, self._seen_end = data, size - 2
+                return size
         while position < size:
             if self._skip:
                 position = self._pass(data, position, size)
@@ -514,6 +526,10 @@ class Chunked:
         length = int(match[1], 16)
         if length:
             self._skip = length + 2
+            if len(line) <= SHORT_LINE:
+                if len(_lengths) >= MOST_LENGTHS:
+                    _lengths.clear()
+                _lengths[line] = length + 2
         else:
             self._trailer = 0
 
