@@ -35,6 +35,7 @@ from gpu_turnstile.engines.registry import ENGINES
 from gpu_turnstile.gateway.paths import Site
 from gpu_turnstile.gateway.server import Gateway, Options, Table
 from gpu_turnstile.gateway.upstream import Upstream
+from gpu_turnstile.gpu.base import Reading
 from gpu_turnstile.gpu.gauge import Gauge
 from gpu_turnstile.gpu.select import open_card
 from gpu_turnstile.jobs import JobBook
@@ -46,7 +47,7 @@ from gpu_turnstile.presets.values import address as address_of
 from gpu_turnstile.runtimes.base import Runtime
 from gpu_turnstile.runtimes.external import ExternalRuntime
 from gpu_turnstile.runtimes.process import ProcessRuntime
-from gpu_turnstile.seats import Limits, Seat
+from gpu_turnstile.seats import GB, Limits, Seat
 from gpu_turnstile.settings import Settings
 from gpu_turnstile.warm import Warmer
 
@@ -86,7 +87,10 @@ class App:
         self._externals = list(self._external_seats())
         self.journal = Journal(self.state_dir)
         self.arbiter = Arbiter(
-            self._seats(), _rules(settings), remember=self.journal.remember, remembered=load(self.state_dir)
+            self._seats(),
+            _rules(settings, await self._gauge.read()),
+            remember=self.journal.remember,
+            remembered=load(self.state_dir),
         )
         self.jobs = JobBook(self.arbiter, self._timing)
         self.bypass = BypassWatch(
@@ -292,12 +296,19 @@ def _card(spec: str):  # type: ignore[no-untyped-def]
         raise StartError(f"TURNSTILE_GPU: {error}") from None
 
 
-def _rules(settings: Settings) -> Rules:
+def _rules(settings: Settings, reading: Reading | None) -> Rules:
+    """The card's own size counts where it can be read and nobody said otherwise."""
+    limit = settings.llmc_vram_limit_gb
+    if reading is not None:
+        total = reading.total / GB
+        limit = total if settings.source("LLMC_VRAM_LIMIT_GB") == "default" else min(limit, total)
+    reserve = min(settings.llmc_vram_reserve_gb, limit / 2)
     return Rules(
         patience=settings.turnstile_image_batch_max_wait or None,  # 0: the document's letter, see `single`
         colocate=settings.turnstile_colocate,
-        capacity=capacity(settings.llmc_vram_limit_gb, settings.llmc_vram_reserve_gb),
+        capacity=capacity(limit, reserve),
         retry_after=settings.busy_retry_after,
+        rollback=settings.llmc_rollback,
     )
 
 

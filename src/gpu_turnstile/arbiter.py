@@ -23,6 +23,7 @@ import structlog
 from gpu_turnstile.core.model import (
     Break,
     Cancel,
+    Code,
     Cut,
     Effect,
     EngineLost,
@@ -49,7 +50,7 @@ from gpu_turnstile.core.model import (
 from gpu_turnstile.core.policy import Rules
 from gpu_turnstile.core.scheduler import Scheduler
 from gpu_turnstile.engines.base import Health
-from gpu_turnstile.seats import AdmitFailed, Evicted, Seat
+from gpu_turnstile.seats import GB, AdmitFailed, Evicted, Seat
 from gpu_turnstile.tally import Histogram
 
 log = structlog.get_logger("arbiter")
@@ -390,6 +391,10 @@ class Arbiter:
         target = order.target if isinstance(order, StartSwap) else None
         began = self._clock()
         try:
+            unfit = await self._has_no_room(target, order.evict)
+            if unfit is not None:
+                self._feed(SwapFailed(order.swap, unfit, order.evict, code=Code.MODEL_UNAVAILABLE))
+                return
             problem, stuck = await self._evict(order.evict, target)
             if problem is None and target is not None:
                 await self._evict_strangers(target, order.evict)
@@ -408,6 +413,29 @@ class Arbiter:
         else:
             residents = [name for name in residents if name not in stuck]
             self._feed(SwapFailed(order.swap, problem, tuple(residents), tuple(stuck)))
+
+    async def _has_no_room(self, target: str | None, evict: tuple[str, ...]) -> str | None:
+        """Why the target cannot fit beside what others hold on the card, before anybody is evicted for it.
+
+        What nobody of ours is known to hold belongs to other processes. Where that cannot be told, it is not guessed.
+        """
+        seat = self.seats.get(target or "")
+        if seat is None or not seat.tenant.footprint or not self._rules.capacity:
+            return None
+        ours = [self._seated[name].held for name in self._seated]
+        reading = await seat.reading()
+        if reading is None or any(held is None for held in ours):
+            return None
+        foreign = reading.used - sum(held or 0 for held in ours)
+        room = min(self._rules.capacity, (reading.total - foreign) / GB)
+        if seat.tenant.footprint <= room:
+            return None
+        holders = ", ".join(f"{h.name} ({h.pid})" for h in reading.holders or ())
+        others = f"; on the card are {holders}" if holders else ""
+        return (
+            f"{seat.tenant.name} needs {seat.tenant.footprint:g} GB, and {room:.1f} GB are left beside "
+            f"{foreign / GB:.1f} GB that other processes hold{others}"
+        )
 
     async def _evict(self, names: tuple[str, ...], target: str | None) -> tuple[str | None, list[str]]:
         need = self.seats[target].tenant.footprint if target in self.seats else 0.0

@@ -60,6 +60,11 @@ class Seat:
         runtime.on_exit = self._exited
 
     @property
+    def held(self) -> int | None:
+        """Bytes it is known to hold on the card; None = not known."""
+        return self._held
+
+    @property
     def owned(self) -> bool:
         return self.runtime.owned
 
@@ -69,6 +74,10 @@ class Seat:
                 self._gone.set_result(reason)
         elif self.on_lost is not None:
             self.on_lost(reason)
+
+    async def reading(self) -> Reading | None:
+        """What the card says now."""
+        return await self._gauge.read()
 
     # --------------------------------------------------------------------------------------------- coming
 

@@ -365,6 +365,60 @@ def test_an_engine_lost_while_it_drains_lets_the_swap_start():
     p.do(EngineLost("a", "gone")).see(Cut((1,), "gone"), StartSwap(2, "b"))
 
 
+def test_after_a_failed_swap_the_one_that_had_to_leave_comes_back_when_told_to():
+    p = holding_a(B, rules=Rules(rollback=True))
+    p.do(Release(1)).see()
+    p.do(req(2, "b")).see(StartSwap(2, "b", ("a",)))
+    p.do(SwapFailed(2, "oom")).see(Refuse(2, Code.SWAP_FAILED, "oom", 30.0), StartSwap(3, "a"))
+    p.do(SwapSucceeded(3)).see()
+    assert p.view.residents == ("a",)
+
+
+def test_nobody_comes_back_in_front_of_somebody_who_waits():
+    p = holding_a(B, C, rules=Rules(rollback=True))
+    p.do(Release(1)).see()
+    p.do(req(2, "b")).see(StartSwap(2, "b", ("a",)))
+    p.do(req(3, "c")).see()
+    p.do(SwapFailed(2, "oom")).see(Refuse(2, Code.SWAP_FAILED, "oom", 30.0), StartSwap(3, "c"))
+
+
+def test_a_comeback_that_fails_too_is_not_tried_again():
+    p = holding_a(B, rules=Rules(rollback=True))
+    p.do(Release(1)).see()
+    p.do(req(2, "b")).see(StartSwap(2, "b", ("a",)))
+    p.do(SwapFailed(2, "oom")).see(Refuse(2, Code.SWAP_FAILED, "oom", 30.0), StartSwap(3, "a"))
+    p.do(SwapFailed(3, "gone")).see()
+    assert p.view.phase is Phase.IDLE
+
+
+def test_a_preset_that_fails_three_times_in_a_row_is_held_back_with_growing_pauses():
+    p = holding_a(B)
+    p.do(Release(1)).see()
+    for n in range(2, 5):
+        p.do(req(n, "b")).see(StartSwap(n, "b", ("a",) if n == 2 else ()))
+        p.do(SwapFailed(n, "broken")).see(Refuse(n, Code.SWAP_FAILED, "broken", 30.0))
+    message = "'b' has failed to start 3 times in a row and is not tried before 30 s; broken"
+    p.do(req(5, "b")).see(Refuse(5, Code.SWAP_FAILED, message, 30.0))
+    p.do(req(6, "b", "a", in_place=True)).see(StartSwap(5, "a"))
+    p.do(SwapSucceeded(5)).see(Grant(6, "a"))
+    p.do(Release(6)).see()
+    p.at(31).do(req(7, "b")).see(StartSwap(6, "b", ("a",)))
+    p.do(SwapFailed(6, "broken")).see(Refuse(7, Code.SWAP_FAILED, "broken", 30.0))
+    p.at(80).do(req(8, "b")).see(Refuse(8, Code.SWAP_FAILED, message.replace("3 t", "4 t").replace("30", "11"), 11.0))
+    p.do(PresetsChanged((A, replace(B, revision="mended")))).see()
+    p.do(req(9, "b")).see(StartSwap(7, "b"))
+    p.do(SwapSucceeded(7)).see(Grant(9, "b"))
+
+
+def test_a_swap_that_was_refused_for_another_reason_does_not_count_as_a_failure():
+    p = Playbook(A)
+    for n in range(1, 6):
+        p.do(req(n, "a")).see(StartSwap(n, "a"))
+        p.do(SwapFailed(n, "too big now", code=Code.MODEL_UNAVAILABLE)).see(
+            Refuse(n, Code.MODEL_UNAVAILABLE, "too big now", 30.0)
+        )
+
+
 def test_news_of_a_swap_that_is_over_is_ignored():
     p = holding_a()
     p.do(SwapSucceeded(1)).see()
@@ -501,6 +555,13 @@ def test_the_lock_book_survives_a_restart():
 
 
 # --------------------------------------------------------------------------------------- sharing the card
+
+
+def test_a_preset_that_can_never_fit_is_refused_before_anybody_is_evicted():
+    p = Playbook(A, replace(B, footprint=30.0), rules=Rules(capacity=26.0), residents=["a"])
+    message = "'b' needs 30 GB of the card, and presets may use 26 GB (LLMC_VRAM_LIMIT_GB less LLMC_VRAM_RESERVE_GB)"
+    p.do(req(1, "b")).see(Refuse(1, Code.MODEL_UNAVAILABLE, message))
+    p.do(req(2, "b", "a", in_place=True)).see(Grant(2, "a"))
 
 
 def test_tenants_that_fit_together_stay_together_when_they_may():

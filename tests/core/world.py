@@ -49,7 +49,12 @@ TENANTS = (
     Tenant("train", Mode.TRAIN, exclusive=True, drain_grace=40.0),
     Tenant("forge", Mode.COMFYUI, exclusive=True, rank=1, single=True, linger=0.0, footprint=6.0),
 )
-RULES = (Rules(patience=60.0), Rules(patience=None), Rules(patience=0.0), Rules(colocate=True, capacity=24.0))
+RULES = (
+    Rules(patience=60.0, rollback=True, hold_back=5.0),
+    Rules(patience=None),
+    Rules(patience=0.0),
+    Rules(colocate=True, capacity=24.0),
+)
 
 
 @dataclass

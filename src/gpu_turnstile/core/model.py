@@ -112,12 +112,14 @@ class SwapFailed:
 
     `residents`: who is on the card and serves, re-derived from the engines and runtimes, never remembered.
     `stuck`: who may still hold memory but cannot serve (an uncertain release); evicted before anybody comes.
+    `code`: what the waiters are told; only SWAP_FAILED counts against the target.
     """
 
     swap: int
     reason: str
     residents: tuple[str, ...] = ()
     stuck: tuple[str, ...] = ()
+    code: Code = Code.SWAP_FAILED
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,12 +22,19 @@ class Rules:
     `patience`: seconds after which a waiting ticket ends another tenant's turn; None = never.
     `colocate`: tenants that fit together may share the card; `capacity`: GB they may use in all.
     `retry_after`: seconds a refused client is told to stay away.
+    `rollback`: after a failed swap the tenant that had to leave for it comes back.
+    `hold_back_after`: so many failed swaps in a row, and a tenant is not tried again for `hold_back` seconds, which
+    double with every further failure up to `hold_back_max`: a broken preset must not evict a good one each time.
     """
 
     patience: float | None = 60.0
     colocate: bool = False
     capacity: float = 0.0
     retry_after: float = 30.0
+    rollback: bool = False
+    hold_back_after: int = 3
+    hold_back: float = 30.0
+    hold_back_max: float = 900.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,3 +61,9 @@ def order(head: Head, now: float, rules: Rules) -> tuple[int, int, int, int]:
 def next_head(heads: Iterable[Head], now: float, rules: Rules) -> Head | None:
     """The head that must be served next, or None when nobody waits."""
     return min(heads, key=lambda h: order(h, now, rules), default=None)
+
+
+def held_back_for(failures: int, rules: Rules) -> float:
+    """Seconds a tenant is not tried after so many failed swaps in a row; 0 = it may be tried at once."""
+    beyond = failures - rules.hold_back_after
+    return 0.0 if beyond < 0 else min(rules.hold_back * 2.0**beyond, rules.hold_back_max)

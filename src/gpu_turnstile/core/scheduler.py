@@ -131,6 +131,8 @@ class Scheduler:
         self._drain: _Drain | None = None
         self._unload = False
         self._closing = False
+        self._restore: str | None = None  # who comes back when nobody else wants the card after a failed swap
+        self._failures: dict[str, tuple[int, float, str]] = {}  # tenant -> failed swaps in a row, not before, why
         self._armed: float | None = None
         self._name = name if name in self._tenants else None
         self._locks = LockBook.restore(locks or {}, now)
@@ -181,6 +183,18 @@ class Scheduler:
         if not self._locks.allows(known):
             out.append(self._policed(event.ticket, known, now))
             return
+        if self.rules.capacity and any(self._too_big(want) for want in known):
+            fitting = tuple(want for want in known if not self._too_big(want))
+            if not fitting:
+                out.append(self._unfit(event.ticket, self._tenants[known[0]]))
+                return
+            known = fitting
+        if self._failures and self._serving(known) is None:
+            able = tuple(want for want in known if not self._held_back(want, now))
+            if not able:
+                out.append(self._broken(event.ticket, known[0], now))
+                return
+            known = able
         if not self._line and self._swap is None and not self._unload:
             resident = self._serving(known)
             if resident is not None and self._compatible(resident):
@@ -231,6 +245,25 @@ class Scheduler:
 
     def _busy(self, ticket: int, why: str) -> Refuse:
         return Refuse(ticket, Code.BUSY, why, self.rules.retry_after)
+
+    def _too_big(self, tenant: str) -> bool:
+        return not budget.fits((self._tenants[tenant].footprint,), self.rules.capacity, 0.0)
+
+    def _unfit(self, ticket: int, tenant: Tenant) -> Refuse:
+        need, capacity = tenant.footprint, self.rules.capacity
+        message = f"{tenant.name!r} needs {need:g} GB of the card, and presets may use {capacity:g} GB"
+        return Refuse(ticket, Code.MODEL_UNAVAILABLE, f"{message} (LLMC_VRAM_LIMIT_GB less LLMC_VRAM_RESERVE_GB)")
+
+    def _held_back(self, tenant: str, now: float) -> bool:
+        failed = self._failures.get(tenant)
+        return failed is not None and now < failed[1]
+
+    def _broken(self, ticket: int, tenant: str, now: float) -> Refuse:
+        count, until, why = self._failures[tenant]
+        message = (
+            f"{tenant!r} has failed to start {count} times in a row and is not tried before {until - now:.0f} s; {why}"
+        )
+        return Refuse(ticket, Code.SWAP_FAILED, message, max(1.0, until - now))
 
     def _policed(self, ticket: int, wants: tuple[str, ...], now: float) -> Refuse:
         lapse = self._locks.next_lapse
@@ -395,6 +428,12 @@ class Scheduler:
         if stale:
             return self._make_room(None, stale, now, out)
         self._drain = None
+        if self._restore is not None and not self._residents and not self._closing:
+            back, self._restore = self._tenants.get(self._restore), None
+            if back is not None and self._locks.allows((back.name,)):
+                out.append(Note("rollback", {"target": back.name}))
+                self._begin(back, {}, now, out)
+                return True
         for name, resident in self._residents.items():
             leaves = self._leaves_at(resident)
             if leaves is not None and leaves <= now:
@@ -414,7 +453,9 @@ class Scheduler:
         swap = self._ended(event.swap)
         if swap is None:
             return
+        self._restore = None
         if swap.target is not None:
+            self._failures.pop(swap.target.name, None)
             self._settle(swap.target.name, swap.target, now, cohort=self._line.seq)
         out.append(Note("swapped", {"target": swap.name, "evicted": list(swap.victims), "seconds": now - swap.since}))
         self._persist(now, out)
@@ -431,12 +472,26 @@ class Scheduler:
             if name not in self._residents:
                 self._settle(name, known.get(name) or self._tenants.get(name), now, stuck=name in event.stuck)
         out.append(Note("swap_failed", {"target": swap.name, "reason": event.reason, "stuck": list(event.stuck)}))
+        if swap.target is not None and event.code is Code.SWAP_FAILED:
+            self._count_failure(swap.target.name, event.reason, now)
+            self._restore = self._who_left(swap) if self.rules.rollback else None
         if swap.target is not None and swap.name not in event.residents:
             for ticket in self._line.tickets(lambda q: self._wanted(q) == swap.name):
                 self._line.leave(ticket)
-                out.append(Refuse(ticket, Code.SWAP_FAILED, event.reason, self.rules.retry_after))
+                out.append(Refuse(ticket, event.code, event.reason, self.rules.retry_after))
         self._persist(now, out)
         self._advance(now, out)
+
+    def _count_failure(self, tenant: str, why: str, now: float) -> None:
+        count = self._failures.get(tenant, (0, 0.0, ""))[0] + 1
+        self._failures[tenant] = (count, now + policy.held_back_for(count, self.rules), why)
+
+    def _who_left(self, swap: _Swap) -> str | None:
+        """Whoever had to leave for a target that failed and is not gone by itself soon anyway."""
+        for name, resident in swap.victims.items():
+            if resident.serves and resident.tenant.linger != 0 and name != swap.name and name in self._tenants:
+                return name
+        return None
 
     def _ended(self, number: int) -> _Swap | None:
         swap = self._swap
@@ -474,6 +529,7 @@ class Scheduler:
 
     def _on_unload(self, event: Unload, now: float, out: list[Effect]) -> None:
         self._unload = True
+        self._restore = None
         self._advance(now, out)
 
     def _on_break(self, event: Break, now: float, out: list[Effect]) -> None:
@@ -488,7 +544,11 @@ class Scheduler:
         self._advance(now, out)
 
     def _on_presets_changed(self, event: PresetsChanged, now: float, out: list[Effect]) -> None:
-        self._tenants = {t.name: t for t in event.tenants}
+        before, self._tenants = self._tenants, {t.name: t for t in event.tenants}
+        for name in tuple(self._failures):  # what was broken may be mended
+            old, new = before.get(name), self._tenants.get(name)
+            if old is None or new is None or old.revision != new.revision:
+                del self._failures[name]
         for name, resident in self._residents.items():
             fresh = self._tenants.get(name)
             if fresh is not None and fresh.revision == resident.tenant.revision:
