@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "control": (
         "",
         "core.model",
+        "core.locks",
         "core.routes",
         "core.budget",
         "arbiter",
@@ -44,6 +45,7 @@ MAY_IMPORT = {
     "warm": ("arbiter", "core.model", "engines"),
     "settings": ("core.routes", "presets.values"),
     "tally": (),
+    "prefetch": (),
 }
 
 

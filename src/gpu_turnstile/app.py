@@ -91,6 +91,8 @@ class App:
             _rules(settings, await self._gauge.read()),
             remember=self.journal.remember,
             remembered=load(self.state_dir),
+            durable=self.journal.flush,
+            lock_ttl=settings.llmc_lock_ttl_s,
         )
         self.jobs = JobBook(self.arbiter, self._timing)
         self.bypass = BypassWatch(

@@ -21,6 +21,7 @@ from typing import Any
 import structlog
 
 from gpu_turnstile.core.model import (
+    Answer,
     Break,
     Cancel,
     Code,
@@ -29,12 +30,14 @@ from gpu_turnstile.core.model import (
     EngineLost,
     Event,
     Grant,
+    Lock,
     Mode,
     Note,
     Persist,
     PresetsChanged,
     Refuse,
     Release,
+    Renew,
     Request,
     SetMode,
     SetTimer,
@@ -46,6 +49,7 @@ from gpu_turnstile.core.model import (
     SwapSucceeded,
     Tick,
     Unload,
+    Unlock,
 )
 from gpu_turnstile.core.policy import Rules
 from gpu_turnstile.core.scheduler import Scheduler
@@ -98,8 +102,13 @@ class Arbiter:
         *,
         remember: Callable[[dict[str, Any]], None] = lambda state: None,
         remembered: dict[str, Any] | None = None,
+        durable: Callable[[], object] = lambda: None,
+        lock_ttl: float = 900.0,
     ) -> None:
-        """`remember` is given what must survive a restart; `remembered` is what it was given last time."""
+        """`remember` is given what must survive a restart; `remembered` is what it was given last time.
+
+        `durable` blocks until what was given to `remember` is on disk; it is called in a thread. `lock_ttl` in seconds.
+        """
         self.seats = {seat.tenant.name: seat for seat in seats}
         self.waits = Waits()
         self.unload_seconds = Histogram()
@@ -107,6 +116,9 @@ class Arbiter:
         self._rules = rules
         self._remember = remember
         self._remembered = remembered or {}
+        self._durable = durable
+        self._lock_ttl = lock_ttl
+        self._calls: dict[int, asyncio.Future[Any]] = {}  # lock calls that wait for their answer
         self._clock = time.monotonic
         self._scheduler = Scheduler((s.tenant for s in self.seats.values()), rules)
         self._tickets: dict[int, Ticket] = {}
@@ -142,7 +154,10 @@ class Arbiter:
             stuck=residents[1:],
             name=self._remembered.get("model"),
             locks=self._remembered.get("lock"),
+            lock_ttl=self._lock_ttl,
         )
+        for oddity in self._scheduler.odd:
+            log.warning("lock_state_ignored", reason=oddity)
         self._seated = {name: self.seats[name] for name in residents}
         self.tell("started", {"residents": list(residents)})
         self._feed(Tick())
@@ -203,6 +218,8 @@ class Arbiter:
         in_place: bool = False,
         wait: float | None = None,
         client: str = "",
+        owner: str | None = None,
+        token: int | None = None,
         on_answer: Callable[[Ticket], None],
         on_cut: Callable[[str], None],
     ) -> Ticket:
@@ -212,7 +229,7 @@ class Arbiter:
         now = self._clock()
         ticket = Ticket(number, now, None, on_cut)
         self._tickets[number] = ticket
-        self._feed(Request(number, wants, in_place, False, wait, client))
+        self._feed(Request(number, wants, in_place, False, wait, client, owner, token))
         ticket.on_answer = on_answer
         return ticket
 
@@ -240,6 +257,33 @@ class Arbiter:
 
     def unload(self) -> None:
         self._feed(Unload())
+
+    async def lock(
+        self, owner: str, tenant: str | None, ttl: float, token: int | None, *, wait: bool = False, client: str = ""
+    ) -> Any:
+        """Pin a preset (None = the resident); the lock book's answer, or a Refuse. Durable when it returns."""
+        return await self._call(lambda number: Lock(number, owner, tenant, ttl, wait, token, client))
+
+    async def unlock(
+        self, owner: str | None, caller: str | None, token: int | None, *, force: bool, open_unlock: bool
+    ) -> Any:
+        return await self._call(lambda number: Unlock(number, owner, caller, token, force, open_unlock))
+
+    async def renew(self, owner: str, ttl: float | None, token: int | None) -> Any:
+        return await self._call(lambda number: Renew(number, owner, ttl, token))
+
+    async def _call(self, event: Callable[[int], Event]) -> Any:
+        self._number += 1
+        number = self._number
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._calls[number] = answer
+        try:
+            self._feed(event(number))
+            found = await answer
+            await asyncio.to_thread(self._durable)
+            return found
+        finally:
+            del self._calls[number]
 
     async def set_mode(self, tenant: str, wait: float | None, client: str = "") -> Refuse | None:
         """Bring `tenant` in with no work attached; returns why not, or None when it is on the card."""
@@ -321,6 +365,8 @@ class Arbiter:
         match effect:
             case Grant():
                 self._grant(effect)
+            case Answer(ticket, answer):
+                self._tell_call(ticket, answer)
             case Refuse():
                 self._refuse(effect)
             case StartSwap() | StartUnload():
@@ -351,7 +397,15 @@ class Arbiter:
         if ticket.on_answer is not None:
             ticket.on_answer(ticket)
 
+    def _tell_call(self, number: int, answer: object) -> bool:
+        call = self._calls.get(number)
+        if call is not None and not call.done():
+            call.set_result(answer)
+        return call is not None
+
     def _refuse(self, refusal: Refuse) -> None:
+        if self._tell_call(refusal.ticket, refusal):
+            return
         ticket = self._tickets.pop(refusal.ticket, None)
         if ticket is None:
             return

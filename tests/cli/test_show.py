@@ -18,7 +18,12 @@ STATUS: dict[str, Any] = {
     "model": "qwen3-coder-30b",
     "residents": ["qwen3-coder-30b"],
     "target": "comfyui",
-    "locks": {"preset": "qwen3-coder-30b", "owners": {"loop-7": 845.2}},
+    "locks": {
+        "preset": "qwen3-coder-30b",
+        "owners": {"loop-7": {"expires_in": 845.2, "ttl": 900.0, "held": 54.8}},
+        "queue": [],
+        "entitled": None,
+    },
     "stuck": [],
     "drain_deadline_in_s": 41.0,
     "inflight": [

@@ -85,8 +85,8 @@ def test_the_content_type_does_not_matter(tmp_path: Path, content_type: str) -> 
         (b'{"mode": "llm", "model": "onne"}', 404, "unknown_model", "one"),
         (b'{"mode": "comfyui", "model": "x"}', 404, "unknown_model", "pictures"),
         (b'{"mode": "train"}', 404, "unknown_model", "no preset of mode train"),
-        (b'{"lock": "one", "owner": "me"}', 501, "not_built", "not built yet"),
-        (b'{"renew": true, "owner": "me"}', 501, "not_built", "not built yet"),
+        (b'{"lock": "nobody", "owner": "me"}', 404, "unknown_model", "no preset is called"),
+        (b'{"renew": true}', 400, "bad_request", "an owner is a text"),
         (b"[" * 70_000, 413, "too_large", "65536"),
     ],
 )

@@ -14,11 +14,13 @@ from __future__ import annotations
 from typing import Any
 
 from gpu_turnstile.core.model import (
+    Answer,
     Effect,
     Event,
     Mode,
     Note,
     Persist,
+    Refuse,
     Request,
     SetTimer,
     Tenant,
@@ -77,6 +79,26 @@ class Playbook:
         assert self._pending == list(effects)
         self._pending = []
         return self
+
+    def take(self) -> list[Effect]:
+        """What is there to see, for a test that looks at it itself."""
+        pending, self._pending = self._pending, []
+        return pending
+
+    def see_refusal(self, ticket: int, code: Any) -> Playbook:
+        """The next effect refuses that ticket, in whatever words."""
+        effect = self._pending.pop(0)
+        assert isinstance(effect, Refuse), effect
+        assert (effect.ticket, effect.code) == (ticket, code)
+        return self
+
+    def answered(self, kind: type, **fields: Any) -> Any:
+        """The next effect is the lock book's answer, of that kind and with these fields."""
+        effect = self._pending.pop(0)
+        assert isinstance(effect, Answer), effect
+        assert isinstance(effect.answer, kind), effect.answer
+        assert {name: getattr(effect.answer, name) for name in fields} == fields
+        return effect.answer
 
     def note(self, kind: str, **fields: Any) -> Playbook:
         found = [n.fields for n in self.notes if n.kind == kind]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from gpu_turnstile.core.locks import Granted, Queued, Refused, Unlocked
 from gpu_turnstile.core.model import (
     Break,
     Cancel,
@@ -528,29 +529,79 @@ def test_whoever_waits_for_a_removed_preset_is_told_so():
 
 def test_a_lock_refuses_requests_for_other_presets_and_lapses():
     p = holding_a(B)
-    p.do(Lock("me", None, 60)).see()
-    p.do(req(2, "b")).see(
-        Refuse(2, Code.MODEL_UNAVAILABLE, "'b' cannot run now: the card is locked to 'a' by me", 60.0)
-    )
-    p.do(req(3, "a")).see(Grant(3, "a"))
+    p.do(Release(1)).see()
+    p.do(Lock(2, "me", None, 60)).answered(Granted, preset="a", owner="me", token=1)
+    message = "'b' cannot run now: the card's lock is held on 'a' by me (for 60 s)"
+    p.do(req(3, "b")).see(Refuse(3, Code.MODEL_UNAVAILABLE, message, 60.0))
     p.at(60).see().note("lapsed", owner="me")
-    p.do(req(4, "b")).see()
+    p.do(req(5, "b")).see(StartSwap(2, "b", ("a",)))
+
+
+def test_a_lock_does_not_lapse_while_its_owners_work_runs():
+    """2026-08-19, and more: a 30-minute think with an open stream is traffic."""
+    p = holding_a(B)
+    p.do(Lock(2, "me", None, 60)).answered(Granted)
+    p.at(1800).see()
+    p.do(req(3, "b")).see(
+        Refuse(3, Code.MODEL_UNAVAILABLE, "'b' cannot run now: the card's lock is held on 'a' by me (for 60 s)", 60.0)
+    )
+    p.do(Release(1)).see()
+    p.at(1859).see()
+    p.at(1860).see().note("lapsed", owner="me")
 
 
 def test_a_contended_lock_does_not_hijack():
+    """2026-08-17: a lock for another preset took the card and killed a loop."""
     p = holding_a(B)
-    p.do(Lock("me", "a", 60)).see()
-    p.do(Lock("you", "b", 60)).see().note("lock_refused", owner="you")
-    p.do(Unlock("me")).see()
-    assert p.view.locks == {}
+    p.do(Lock(2, "me", "a", 60)).answered(Granted)
+    p.do(Lock(3, "you", "b", 60)).answered(Refused)
+    p.do(Lock(4, "you", "b", 60, wait=True)).answered(Queued, position=1)
+    p.do(Unlock(5, "me")).answered(Unlocked, owners=("me",))
+    assert p.view.locks.preset is None
+    p.do(req(6, "a")).see(Grant(6, "a"))
+
+
+def test_the_heads_first_request_takes_the_free_lock_and_brings_its_preset_in():
+    p = holding_a(B)
+    p.do(Lock(2, "me", "a", 60)).answered(Granted)
+    p.do(Lock(3, "you", "b", 60, wait=True)).answered(Queued)
+    p.do(Unlock(4, "me")).answered(Unlocked)
+    p.do(req(5, "b", owner="you")).see().note("locked", owner="you", preset="b")
+    p.do(req(6, "a"))
+    p.see(
+        Refuse(6, Code.MODEL_UNAVAILABLE, "'a' cannot run now: the card's lock is held on 'b' by you (for 60 s)", 60.0)
+    )
+    p.do(Release(1)).see(StartSwap(2, "b", ("a",)))
+
+
+def test_a_stale_token_is_refused_instead_of_running_on_somebody_elses_card():
+    p = holding_a(B)
+    p.do(Release(1)).see()
+    p.do(Lock(2, "me", "a", 60)).answered(Granted, token=1)
+    p.do(req(3, "a", token=1)).see(Grant(3, "a"))
+    p.do(Release(3)).see()
+    p.at(60).see()
+    p.do(Lock(4, "you", "a", 60)).answered(Granted, token=2)
+    p.do(req(5, "a", token=1))
+    (effect,) = p.take()
+    assert (effect.ticket, effect.code) == (5, Code.LOCKED)
+    assert "lapsed" in effect.message
+
+
+def test_whoever_waits_for_another_preset_is_refused_when_a_lock_comes():
+    p = holding_a(B)
+    p.do(req(2, "b")).see()
+    p.do(Lock(3, "me", "a", 60))
+    p.see_refusal(2, Code.MODEL_UNAVAILABLE)
+    p.answered(Granted)
 
 
 def test_the_lock_book_survives_a_restart():
     p = holding_a(B)
-    p.do(Lock("me", "a", 60)).see()
+    p.do(Lock(2, "me", "a", 60)).answered(Granted)
     again = Playbook(A, B, locks=p.state["lock"], name=p.state["model"], now=1000.0)
     again.now = 1000.0
-    assert again.view.locks == p.state["lock"]
+    assert again.scheduler.lock_view(again.now) == p.state["lock"]
     assert again.view.name == "a"
 
 

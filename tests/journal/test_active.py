@@ -49,9 +49,6 @@ def test_nothing_there_is_an_empty_state_and_no_warning(tmp_path: Path) -> None:
         b"mode = 5",
         b'model = ["one"]',
         b"lock = true",
-        b"[lock]\nowners = {}\n",
-        b'[lock]\npreset = "one"\n[lock.owners]\nme = "soon"\n',
-        b'[lock]\npreset = "one"\n[lock.owners]\nme = true\n',
         b"a = " + b"[" * 5000,
     ],
 )

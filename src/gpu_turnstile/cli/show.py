@@ -100,10 +100,12 @@ def _next(found: dict[str, Any]) -> str:
 
 
 def _lock(locks: dict[str, Any]) -> str:
-    if not locks:
-        return ""
-    owners = ", ".join(f"{clean(owner)} for {ago(left)}" for owner, left in locks["owners"].items())
-    return f"{clean(locks['preset'])}, held by {owners}"
+    queue = ", ".join(clean(waiter["owner"]) for waiter in locks.get("queue", []))
+    waiting = f"; waiting for it: {queue}" if queue else ""
+    if not locks.get("preset"):
+        return waiting.removeprefix("; ")
+    owners = ", ".join(f"{clean(owner)} for {ago(o['expires_in'])}" for owner, o in locks["owners"].items())
+    return f"{clean(locks['preset'])}, held by {owners}{waiting}"
 
 
 def memory(card: dict[str, Any]) -> str:

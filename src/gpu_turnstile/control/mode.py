@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
 from pydantic import ValidationError
 
-from gpu_turnstile.control import shapes, views
+from gpu_turnstile.control import locks, shapes, views
+from gpu_turnstile.control.body import read_object
 from gpu_turnstile.control.feed import Event, Feed
 from gpu_turnstile.control.given import TheFeed, TheHouse
 from gpu_turnstile.control.house import House
@@ -25,9 +25,6 @@ from gpu_turnstile.core.routes import Missing, Resolved, Unresolved
 
 T = TypeVar("T")
 
-BODY_LIMIT = 64 * 1024
-LOCK_FIELDS = ("lock", "unlock", "renew", "owner", "wait", "ttl", "force", "reason")
-NOT_BUILT = "locks are not built yet: this version cannot pin a preset. Nothing was changed"
 
 router = APIRouter(tags=["card"])
 
@@ -40,14 +37,23 @@ async def read_mode(house: TheHouse) -> shapes.ModeAnswer:
     return views.mode(house)
 
 
-@router.post("/mode", summary="Bring a preset onto the card, or empty it", openapi_extra=_BODY)
-async def set_mode(request: Request, house: TheHouse, feed: TheFeed, response: Response) -> shapes.Status:
+@router.post(
+    "/mode",
+    summary="Bring a preset onto the card, empty it, or lock it",
+    openapi_extra=_BODY,
+    response_model=None,
+    responses={200: {"model": shapes.Status}},
+)
+async def set_mode(request: Request, house: TheHouse, feed: TheFeed, response: Response) -> Any:
     """Answers when the change is done. `idle` unloads (see `POST /unload`).
 
     `llm` without a model is the preset on the card, else the last one, else the route `auto`, else the external Ollama
     or the only preset there is.
     """
-    wish = _parse(await _body(request))
+    given = await read_object(request)
+    if locks.is_lock_call(given):
+        return await locks.act(house, given, request.headers.get("x-turnstile-client", "")[:100] or None)
+    wish = _parse(given)
     if wish.mode is Mode.IDLE:
         response.status_code = await _or_gone(request, _unload(house, feed))
     else:
@@ -73,35 +79,10 @@ async def unload(request: Request, house: TheHouse, feed: TheFeed, response: Res
     return await views.status(house, feed)
 
 
-@router.post("/lock", summary="Not built yet", status_code=501, response_model=shapes.Problem)
-@router.post("/unlock", summary="Not built yet", status_code=501, response_model=shapes.Problem)
-async def lock() -> None:
-    """Locks come in a later version."""
-    raise Refusal("not_built", NOT_BUILT, 501)
-
-
 # ------------------------------------------------------------------------------------------------- understanding
 
 
-async def _body(request: Request) -> dict[str, Any]:
-    """The JSON object in the body, whatever its content type says (people use `curl -d`)."""
-    raw = bytearray()
-    async for chunk in request.stream():
-        raw += chunk
-        if len(raw) > BODY_LIMIT:
-            raise Refusal("too_large", f"the body is larger than {BODY_LIMIT} bytes")
-    try:
-        found = json.loads(raw or b"{}")
-    except (ValueError, RecursionError) as problem:
-        raise Refusal("bad_request", f"the body is not JSON: {problem}") from None
-    if not isinstance(found, dict):
-        raise Refusal("bad_request", 'the body must be an object, like {"mode": "llm", "model": "a-preset"}')
-    return found
-
-
 def _parse(given: dict[str, Any]) -> shapes.ModeRequest:
-    if any(key in given for key in LOCK_FIELDS):
-        raise Refusal("not_built", NOT_BUILT, 501)
     modes = ", ".join(Mode)
     if "mode" not in given:
         raise Refusal("bad_request", f'the field "mode" is missing; it is one of {modes}')

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Literal
 
 from gpu_turnstile import __version__
-from gpu_turnstile.control import shapes
+from gpu_turnstile.control import locks, shapes
 from gpu_turnstile.control.feed import Feed
 from gpu_turnstile.control.house import House
 from gpu_turnstile.core.model import Mode, Phase, Snapshot
@@ -66,7 +66,7 @@ def _mode(snapshot: Snapshot) -> shapes.ModeAnswer:
         model=snapshot.name,
         residents=list(snapshot.residents),
         target=snapshot.target,
-        locks=snapshot.locks,
+        locks=locks.standing(snapshot.locks),
     )
 
 

@@ -22,6 +22,7 @@ class Entry:
     deadline: float | None
     visit: bool
     client: str
+    owner: str | None
 
 
 @dataclass(slots=True)
@@ -67,7 +68,9 @@ class Line:
             queue = self._queues[key] = Queue(wants, request.in_place, rank)
         self.seq += 1
         deadline = now + request.wait if request.wait else None
-        queue.entries[request.ticket] = Entry(request.ticket, self.seq, now, deadline, request.visit, request.client)
+        queue.entries[request.ticket] = Entry(
+            request.ticket, self.seq, now, deadline, request.visit, request.client, request.owner
+        )
         self._of[request.ticket] = queue
         if deadline is not None:
             heapq.heappush(self._deadlines, (deadline, request.ticket))

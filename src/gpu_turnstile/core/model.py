@@ -77,6 +77,7 @@ class Request:
     `in_place`: any of `wants` serves it as well (an alias chain, a capability), so it may be granted on a
     resident that is being drained. `visit`: bring the tenant in, but take no lease (a mode switch).
     `wait`: seconds it may wait before it is refused as busy; None = until the client leaves; 0 = never waits.
+    `owner`: whom it says it belongs to, for locks; `token`: the lock it believes it holds (fencing).
     """
 
     ticket: int
@@ -85,6 +86,8 @@ class Request:
     visit: bool = False
     wait: float | None = None
     client: str = ""
+    owner: str | None = None
+    token: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,24 +135,37 @@ class EngineLost:
 
 @dataclass(frozen=True, slots=True)
 class Lock:
-    """Pin `tenant` (None = the resident) for `owner`, for `ttl` seconds."""
+    """Pin `tenant` (None = the resident) for `owner`, for `ttl` seconds of silence; answered by an Answer."""
 
+    ticket: int
     owner: str
     tenant: str | None
     ttl: float
+    wait: bool = False
+    token: int | None = None
+    client: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Unlock:
-    """Take `owner` off the lock; None = everybody."""
+    """Take `owner` off the lock and out of its queue; None = everybody off the lock. `caller`: who asks."""
 
+    ticket: int
     owner: str | None
+    caller: str | None = None
+    token: int | None = None
+    force: bool = False
+    open_unlock: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Renew:
+    """The heartbeat of a holder or of a waiter; `ttl` None keeps what it has."""
+
+    ticket: int
     owner: str
-    ttl: float
+    ttl: float | None = None
+    token: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +237,14 @@ class Grant:
 
 
 @dataclass(frozen=True, slots=True)
+class Answer:
+    """What the lock book says to a Lock, Unlock or Renew. What it says is to be durable before it is told."""
+
+    ticket: int
+    answer: Any
+
+
+@dataclass(frozen=True, slots=True)
 class Refuse:
     """`retry_after`: seconds after which asking again makes sense; None = it does not by itself."""
 
@@ -280,7 +304,7 @@ class Note:
     fields: dict[str, Any] = field(default_factory=dict)
 
 
-Effect = Grant | Refuse | StartSwap | StartUnload | Cut | SetTimer | Persist | Note
+Effect = Grant | Answer | Refuse | StartSwap | StartUnload | Cut | SetTimer | Persist | Note
 
 # ---------------------------------------------------------------------------------------------- answers
 
@@ -319,4 +343,4 @@ class Snapshot:
     drain_deadline: float | None  # when the swap is forced; None = never
     leases: tuple[Held, ...]
     waiting: tuple[Waiting, ...]
-    locks: dict[str, Any]
+    locks: Any  # a locks.Standing: who pins which preset, and who waits for a lock

@@ -25,8 +25,9 @@ from typing import Any
 
 from gpu_turnstile.core import budget, policy
 from gpu_turnstile.core.line import Line, Queue
-from gpu_turnstile.core.locks import LockBook
+from gpu_turnstile.core.locks import TTL, Ended, Granted, LockBook, Policed, Queued, Refused, Stale, Unlocked
 from gpu_turnstile.core.model import (
+    Answer,
     Break,
     Cancel,
     Code,
@@ -64,12 +65,12 @@ from gpu_turnstile.core.policy import Rules
 
 @dataclass(slots=True)
 class _Resident:
-    """A tenant on the card. `leases`: ticket -> (client, since)."""
+    """A tenant on the card. `leases`: ticket -> (client, since, owner)."""
 
     tenant: Tenant
     since: float
     idle_since: float
-    leases: dict[int, tuple[str, float]] = field(default_factory=dict)
+    leases: dict[int, tuple[str, float, str | None]] = field(default_factory=dict)
     cohort: int = 0  # tickets up to this sequence number waited when it came in
     fresh: bool = False  # it has not served them yet
     begun: bool = False  # it has served somebody
@@ -120,7 +121,9 @@ class Scheduler:
         stuck: Iterable[str] = (),
         name: str | None = None,
         locks: dict[str, Any] | None = None,
+        lock_ttl: float = TTL,
     ) -> None:
+        """`odd` tells afterwards what in `locks` made no sense."""
         self.rules = rules or Rules()
         self._tenants = {t.name: t for t in tenants}
         self._residents: dict[str, _Resident] = {}
@@ -135,7 +138,8 @@ class Scheduler:
         self._failures: dict[str, tuple[int, float, str]] = {}  # tenant -> failed swaps in a row, not before, why
         self._armed: float | None = None
         self._name = name if name in self._tenants else None
-        self._locks = LockBook.restore(locks or {}, now)
+        self._locks, self.odd = LockBook.recover(locks or {}, now, lock_ttl)
+        self._locks.keep_presets(self._tenants, now)
         for found in residents:
             self._settle(found, self._tenants.get(found), now)
         for found in stuck:
@@ -180,9 +184,11 @@ class Scheduler:
         if not known:
             out.append(Refuse(event.ticket, Code.UNKNOWN_MODEL, f"no preset is called {event.wants[0]!r}"))
             return
-        if not self._locks.allows(known):
-            out.append(self._policed(event.ticket, known, now))
-            return
+        if self._locks or event.token is not None:
+            if not self._admitted(event, known, now, out):
+                return
+            if self._locks.preset is not None:
+                known = (self._locks.preset,)
         if self.rules.capacity and any(self._too_big(want) for want in known):
             fitting = tuple(want for want in known if not self._too_big(want))
             if not fitting:
@@ -198,7 +204,7 @@ class Scheduler:
         if not self._line and self._swap is None and not self._unload:
             resident = self._serving(known)
             if resident is not None and self._compatible(resident):
-                self._grant(resident, event.ticket, event.visit, event.client, now, out)
+                self._grant(resident, event.ticket, event.visit, event.client, event.owner, now, out)
                 return
         self._line.join(event, known, self._tenants[known[0]].rank, now)
         self._advance(now, out)
@@ -221,9 +227,11 @@ class Scheduler:
         resident = self._leases.pop(event.ticket, None)
         if resident is None:  # cut before: the swap or the crash has settled it
             return
-        del resident.leases[event.ticket]
+        _, _, owner = resident.leases.pop(event.ticket)
         if not resident.leases:
             resident.idle_since = now
+        if self._locks:
+            self._touch(resident.tenant.name, owner, now, out)
         if (
             self._line
             or self._unload
@@ -231,13 +239,24 @@ class Scheduler:
         ):
             self._advance(now, out)
 
-    def _grant(self, resident: _Resident, ticket: int, visit: bool, client: str, now: float, out: list[Effect]) -> None:
+    def _grant(
+        self,
+        resident: _Resident,
+        ticket: int,
+        visit: bool,
+        client: str,
+        owner: str | None,
+        now: float,
+        out: list[Effect],
+    ) -> None:
         resident.begun = True
         if resident.tenant.exclusive:
             resident.fresh = False
         if not visit:
-            resident.leases[ticket] = (client, now)
+            resident.leases[ticket] = (client, now, owner)
             self._leases[ticket] = resident
+            if self._locks:
+                self._touch(resident.tenant.name, owner, now, out)
         elif not resident.leases:
             resident.idle_since = now
             self._rearm(now, out)
@@ -265,16 +284,6 @@ class Scheduler:
         )
         return Refuse(ticket, Code.SWAP_FAILED, message, max(1.0, until - now))
 
-    def _policed(self, ticket: int, wants: tuple[str, ...], now: float) -> Refuse:
-        lapse = self._locks.next_lapse
-        return Refuse(
-            ticket,
-            Code.MODEL_UNAVAILABLE,
-            f"{wants[0]!r} cannot run now: the card is locked to {self._locks.tenant!r} "
-            f"by {', '.join(self._locks.owners)}",
-            None if lapse is None else max(1.0, lapse - now),
-        )
-
     # ------------------------------------------------------------------------------------------ decision
 
     def _advance(self, now: float, out: list[Effect]) -> None:
@@ -299,7 +308,7 @@ class Scheduler:
             if not self._compatible(resident):
                 return False
             ticket = self._line.leave(queue.head.number)
-            self._grant(resident, ticket.number, ticket.visit, ticket.client, now, out)
+            self._grant(resident, ticket.number, ticket.visit, ticket.client, ticket.owner, now, out)
             return True
         target = self._tenants[self._wanted(queue)]
         victims = self._victims(target)
@@ -340,7 +349,7 @@ class Scheduler:
 
     def _wanted(self, queue: Queue) -> str:
         """Whom to bring in for a queue: its first choice, or the locked preset, which is one of its choices then."""
-        return self._locks.tenant or queue.wants[0]
+        return self._locks.preset or queue.wants[0]
 
     def _compatible(self, resident: _Resident) -> bool:
         """An exclusive lease is alone on the card."""
@@ -418,7 +427,7 @@ class Scheduler:
                 continue
             while queue.entries:
                 ticket = self._line.leave(queue.head.number)
-                self._grant(resident, ticket.number, ticket.visit, ticket.client, now, out)
+                self._grant(resident, ticket.number, ticket.visit, ticket.client, ticket.owner, now, out)
                 if resident.tenant.exclusive:
                     break
 
@@ -443,14 +452,14 @@ class Scheduler:
 
     def _leaves_at(self, resident: _Resident) -> float | None:
         name, linger = resident.tenant.name, resident.tenant.linger
-        if linger is None or resident.leases or resident.stuck or self._locks.tenant == name:
+        if linger is None or resident.leases or resident.stuck or self._locks.preset == name:
             return None
         return resident.idle_since + linger
 
     # --------------------------------------------------------------------------------------------- swaps
 
     def _on_swap_succeeded(self, event: SwapSucceeded, now: float, out: list[Effect]) -> None:
-        swap = self._ended(event.swap)
+        swap = self._end_swap(event.swap)
         if swap is None:
             return
         self._restore = None
@@ -462,7 +471,7 @@ class Scheduler:
         self._advance(now, out)
 
     def _on_swap_failed(self, event: SwapFailed, now: float, out: list[Effect]) -> None:
-        swap = self._ended(event.swap)
+        swap = self._end_swap(event.swap)
         if swap is None:
             return
         known = {n: r.tenant for n, r in swap.victims.items()}
@@ -493,7 +502,7 @@ class Scheduler:
                 return name
         return None
 
-    def _ended(self, number: int) -> _Swap | None:
+    def _end_swap(self, number: int) -> _Swap | None:
         swap = self._swap
         if swap is None or swap.number != number:
             return None
@@ -539,6 +548,8 @@ class Scheduler:
             resident.idle_since = now
         self._leases.clear()
         out.append(Note("released", {"reason": event.reason, "cut": len(tickets)}))
+        if self._locks.break_glass(now, event.reason).owners:
+            self._persist(now, out)
         if tickets:
             out.append(Cut(tickets, event.reason))
         self._advance(now, out)
@@ -561,10 +572,7 @@ class Scheduler:
             out.append(Refuse(ticket, Code.UNKNOWN_MODEL, f"the preset {gone!r} was removed"))
         if self._name not in self._tenants:
             self._name = None
-        if self._locks.tenant is not None and self._locks.tenant not in self._tenants:
-            for owner in self._locks.drop(None):
-                out.append(Note("lapsed", {"owner": owner, "reason": "its preset was removed"}))
-            self._persist(now, out)
+        self._ended(self._locks.keep_presets(self._tenants, now), now, out)
         out.append(Note("presets", {"tenants": list(self._tenants)}))
         self._advance(now, out)
 
@@ -578,28 +586,100 @@ class Scheduler:
     # --------------------------------------------------------------------------------------------- locks
 
     def _on_lock(self, event: Lock, now: float, out: list[Effect]) -> None:
-        tenant = event.tenant if event.tenant is not None else next(iter(self._residents), None)
-        if tenant is None or tenant not in self._tenants or not self._locks.take(tenant, event.owner, now + event.ttl):
-            out.append(Note("lock_refused", {"owner": event.owner, "preset": tenant, "lock": self._locks.view(now)}))
-            return
-        for ticket in self._line.tickets(lambda q: tenant not in q.wants):
-            wants = self._line.queue_of(ticket).wants
-            self._line.leave(ticket)
-            out.append(self._policed(ticket, wants, now))
-        self._lock_changed("locked", event.owner, now, out)
+        self._expire(now, out)
+        tenant = event.tenant if event.tenant is not None else self.resident
+        if tenant is None:
+            out.append(Refuse(event.ticket, Code.SERVICE_INACTIVE, "nothing is on the card that could be locked"))
+        elif tenant not in self._tenants:
+            out.append(Refuse(event.ticket, Code.UNKNOWN_MODEL, f"no preset is called {tenant!r}"))
+        else:
+            answer = self._locks.lock(
+                tenant, event.owner, event.ttl, now, wait=event.wait, token=event.token, client=event.client
+            )
+            self._answered(event.ticket, answer, now, out)
 
     def _on_unlock(self, event: Unlock, now: float, out: list[Effect]) -> None:
-        for owner in self._locks.drop(event.owner):
-            self._lock_changed("unlocked", owner, now, out)
+        self._expire(now, out)
+        answer = self._locks.unlock(
+            event.owner,
+            now,
+            caller=event.caller,
+            token=event.token,
+            force=event.force,
+            open_unlock=event.open_unlock,
+        )
+        self._answered(event.ticket, answer, now, out)
 
     def _on_renew(self, event: Renew, now: float, out: list[Effect]) -> None:
-        if self._locks.renew(event.owner, now + event.ttl):
-            self._lock_changed("renewed", event.owner, now, out)
+        self._expire(now, out)
+        self._answered(event.ticket, self._locks.renew(event.owner, event.ttl, now, token=event.token), now, out)
 
-    def _lock_changed(self, kind: str, owner: str, now: float, out: list[Effect]) -> None:
-        out.append(Note(kind, {"owner": owner, "lock": self._locks.view(now)}))
-        self._persist(now, out)
+    def _answered(self, ticket: int, answer: object, now: float, out: list[Effect]) -> None:
+        """Keep what changed, tell it, and let the card follow."""
+        match answer:
+            case Granted(preset=preset, owner=owner, fresh=fresh, moved_from=moved_from):
+                if fresh or moved_from:
+                    out.append(Note("locked", {"owner": owner, "preset": preset, "token": answer.token}))
+                    self._refuse_policed(now, out)
+                self._persist(now, out)
+            case Queued(owner=owner, preset=preset, position=position):
+                out.append(Note("lock_queued", {"owner": owner, "preset": preset, "position": position}))
+                self._persist(now, out)
+            case Unlocked(owners=owners, waiters=waiters):
+                if owners or waiters:
+                    fields = {"owners": list(owners), "waiters": list(waiters), "cut": [e.owner for e in answer.cut]}
+                    out.append(Note("unlocked", fields))
+                self._persist(now, out)
+            case Refused(owner=owner, preset=preset, why=why):
+                out.append(Note("lock_refused", {"owner": owner, "preset": preset, "why": str(why)}))
+        out.append(Answer(ticket, answer))
         self._advance(now, out)
+
+    def _admitted(self, event: Request, wants: tuple[str, ...], now: float, out: list[Effect]) -> bool:
+        """Whether the lock lets a request in. The queue's head takes the free lock with its first one."""
+        verdict = self._locks.admit(wants, now, owner=event.owner, token=event.token)
+        match verdict:
+            case Stale():
+                out.append(Refuse(event.ticket, Code.LOCKED, verdict.message))
+                return False
+            case Policed():
+                out.append(Refuse(event.ticket, Code.MODEL_UNAVAILABLE, verdict.message, verdict.retry_after))
+                return False
+            case Granted():
+                out.append(Note("locked", {"owner": verdict.owner, "preset": verdict.preset, "token": verdict.token}))
+                self._refuse_policed(now, out)
+                self._persist(now, out)
+        return True
+
+    def _refuse_policed(self, now: float, out: list[Effect]) -> None:
+        """Whoever waits for another preset than the one that is pinned now."""
+        for ticket in self._line.tickets(lambda queue: not self._locks.allows(queue.wants)):
+            wants = self._line.queue_of(ticket).wants
+            self._line.leave(ticket)
+            policed = self._locks.police(wants, now)
+            out.append(Refuse(ticket, Code.MODEL_UNAVAILABLE, policed.message, policed.retry_after))
+
+    def _touch(self, tenant: str, owner: str | None, now: float, out: list[Effect]) -> None:
+        """Traffic under the lock refreshes it."""
+        self._locks.touch(tenant, owner, now)
+        if self._locks.dirty(now):
+            self._persist(now, out)
+        self._rearm(now, out)
+
+    def _busy_owners(self) -> frozenset[str]:
+        """Whose work runs on the pinned preset, so that no silence of theirs counts."""
+        resident = self._residents.get(self._locks.preset or "")
+        if resident is None:
+            return frozenset()
+        return self._locks.busy(owner for _, _, owner in resident.leases.values())
+
+    def _ended(self, ended: tuple[Ended, ...], now: float, out: list[Effect]) -> None:
+        """Holds and places that ended without their owners' doing: everybody may see it."""
+        for end in ended:
+            kind = "lapsed" if end.token else "left_queue"
+            out.append(Note(kind, {"owner": end.owner, "preset": end.preset, "cause": str(end.cause)}))
+        if ended:
+            self._persist(now, out)
 
     # -------------------------------------------------------------------------------------------- timers
 
@@ -610,9 +690,11 @@ class Scheduler:
     def _expire(self, now: float, out: list[Effect]) -> None:
         for entry in self._line.expired(now):
             out.append(self._busy(entry.number, f"waited {now - entry.since:.0f} s for the card, the longest allowed"))
-        for owner in self._locks.lapse(now):
-            out.append(Note("lapsed", {"owner": owner, "lock": self._locks.view(now)}))
-            self._persist(now, out)
+        moment = self._locks.next_moment
+        if moment is not None and moment <= now:
+            self._ended(self._locks.lapse(now, self._busy_owners()), now, out)
+            if self._locks.dirty(now):
+                self._persist(now, out)
 
     def _rearm(self, now: float, out: list[Effect]) -> None:
         """Ask for a Tick at the next moment that matters. One that comes too early does no harm."""
@@ -622,7 +704,7 @@ class Scheduler:
             out.append(SetTimer(due))
 
     def _moments(self) -> Iterator[float]:
-        for moment in (self._line.next_deadline, self._locks.next_lapse):
+        for moment in (self._line.next_deadline, self._locks.next_moment):
             if moment is not None:
                 yield moment
         if self._swap is not None:
@@ -638,7 +720,9 @@ class Scheduler:
                     yield leaves
 
     def _persist(self, now: float, out: list[Effect]) -> None:
-        out.append(Persist({"mode": self.mode.value, "model": self._name, "lock": self._locks.view(now)}))
+        out.append(
+            Persist({"mode": self.mode.value, "model": self._name, "lock": self._locks.save(now, self._busy_owners())})
+        )
 
     # ------------------------------------------------------------------------------------------- reading
 
@@ -692,11 +776,15 @@ class Scheduler:
             leases=tuple(
                 Held(ticket, r.tenant.name, client, since)
                 for r in self._residents.values()
-                for ticket, (client, since) in r.leases.items()
+                for ticket, (client, since, _) in r.leases.items()
             ),
             waiting=tuple(self._line.view(self._bound_for)),
-            locks=self._locks.view(now),
+            locks=self._locks.standing(now),
         )
+
+    def lock_view(self, now: float) -> dict[str, Any]:
+        """The lock book as it is persisted, without marking it as saved."""
+        return self._locks.view(now, self._busy_owners())
 
     @property
     def _bound_for(self) -> str | None:

@@ -348,12 +348,17 @@ class Exchange:
     # ------------------------------------------------------------------------------------------- the card
 
     def _acquire(self, wants: tuple[str, ...], in_place: bool, stay: bool) -> None:
-        gateway = self.gateway
+        gateway, head = self.gateway, self.head
+        if head.lock_token and not head.lock_token.isdigit():
+            self._fail(Problem("bad_request", "X-Turnstile-Lock must be the number that the lock was given with"))
+            return
         ticket = gateway.arbiter.acquire(
             wants,
             in_place=in_place,
             wait=0 if stay else gateway.options.wait_limit(self.place.site),
-            client=self.client.who(self.head) if self.client is not None else "",
+            client=self.client.who(head) if self.client is not None else "",
+            owner=head.client.decode("latin-1")[:100] if head.client else None,
+            token=int(head.lock_token[:18]) if head.lock_token else None,
             on_answer=self._answered,
             on_cut=self._cut,
         )

@@ -72,6 +72,7 @@ class RequestHead:
         "keep_alive",
         "keyed",
         "length",
+        "lock_token",
         "method",
         "origin",
         "path",
@@ -103,6 +104,7 @@ class RequestHead:
         self.authorization = b""
         self.user_agent = b""
         self.preflight = b""
+        self.lock_token = b""
         self.keyed = False  # it showed a key of the gate's, which is no business of the engine's
 
     # httptools calls these
@@ -217,6 +219,10 @@ def _client(head: RequestHead, value: bytes) -> None:
     head.client = value
 
 
+def _lock_token(head: RequestHead, value: bytes) -> None:
+    head.lock_token = value
+
+
 def _capability(head: RequestHead, value: bytes) -> None:
     head.capability = value
 
@@ -248,6 +254,7 @@ _REQUEST_FIELDS: Final = {
     b"content-type": _content_type,
     b"content-encoding": _encoding,
     b"x-turnstile-client": _client,
+    b"x-turnstile-lock": _lock_token,
     b"x-llm-capability": _capability,
     b"authorization": _authorization,
     b"x-api-key": _api_key,

@@ -43,19 +43,11 @@ def load(state_dir: Path) -> dict[str, Any]:
 
 
 def _check(state: dict[str, Any]) -> None:
-    """Raise ValueError unless everything in it has the type the scheduler gave it."""
+    """Raise ValueError unless it is what the gate writes; the lock book itself judges what its table says."""
     if not isinstance(state.get("mode", ""), str) or not isinstance(state.get("model", ""), str):
         raise ValueError("mode and model must be texts")
-    lock = state.get("lock", {})
-    if not isinstance(lock, dict):
+    if not isinstance(state.get("lock", {}), dict):
         raise ValueError("lock must be a table")
-    if not lock:
-        return
-    owners = lock.get("owners")
-    if not isinstance(lock.get("preset"), str) or not isinstance(owners, dict):
-        raise ValueError("a lock needs a preset and owners")
-    if not all(type(left) in (int, float) for left in owners.values()):
-        raise ValueError("an owner's time to live must be a number")
 
 
 def _put_aside(file: Path, reason: str) -> None:
