@@ -7,6 +7,7 @@ is put behind the gateway as one more upstream.
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 import sys
@@ -15,6 +16,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import IO
 
 import httpx
 import structlog
@@ -44,9 +46,15 @@ from gpu_turnstile.presets.schema import Preset
 from gpu_turnstile.presets.store import PresetStore
 from gpu_turnstile.presets.values import Address
 from gpu_turnstile.presets.values import address as address_of
-from gpu_turnstile.runtimes.base import Runtime
+from gpu_turnstile.runtimes import records
+from gpu_turnstile.runtimes.base import Runtime, StopFailed
+from gpu_turnstile.runtimes.docker import DockerRuntime
+from gpu_turnstile.runtimes.docker_config import container_config
+from gpu_turnstile.runtimes.docker_errors import DockerAway, DockerError
+from gpu_turnstile.runtimes.docker_host import DockerHost, gate_id, socket_path
 from gpu_turnstile.runtimes.external import ExternalRuntime
-from gpu_turnstile.runtimes.process import ProcessRuntime
+from gpu_turnstile.runtimes.process import ProcessRuntime, end_forgotten
+from gpu_turnstile.runtimes.systemd import SystemdRuntime
 from gpu_turnstile.seats import GB, Limits, Seat
 from gpu_turnstile.settings import Settings
 from gpu_turnstile.warm import Warmer
@@ -56,6 +64,7 @@ log = structlog.get_logger("app")
 OLLAMA, COMFYUI = "ollama", "comfyui"  # the names of the tenants that somebody else runs
 IMAGE_RANK = 1
 SITES = {"comfyui": Site.COMFYUI, "a1111": Site.A1111, "invokeai": Site.INVOKEAI}
+STOP_GRACE = {"process": 10.0, "docker": 10.0, "systemd": 90.0, "external": 0.0}  # seconds, where a preset says nothing
 SOCKET_PATH_LIMIT = 100  # bytes; the kernel takes 108
 
 
@@ -75,15 +84,26 @@ class App:
         self._gauge = Gauge(_card(settings.turnstile_gpu))
         self._limits = Limits(settings.llmc_health_timeout, settings.unload_timeout)
         self._timing = _timing(settings)
-        self._ports: dict[str, int] = {}
+        self._ports: dict[str, int] = {}  # of engines whose preset names none
+        self._docker: DockerHost | None = None
 
     async def start(self) -> None:
         """Raises StartError; then nothing is left running."""
+        self._lock = _lock_folder(self.state_dir)
+        try:
+            await self._start()
+        except BaseException:
+            self._lock.close()
+            raise
+
+    async def _start(self) -> None:
         settings = self.settings
         self._http = httpx.AsyncClient(trust_env=False)
         self.store.refresh()
         if self.store.error is not None:
             raise StartError(str(self.store.error))
+        await self._end_forgotten()
+        await self._find_containers()
         self._externals = list(self._external_seats())
         self.journal = Journal(self.state_dir)
         self.arbiter = Arbiter(
@@ -136,6 +156,36 @@ class App:
             await self.stop()
             raise
 
+    async def _find_containers(self) -> None:
+        """What an earlier gate left under Docker: kept where its preset is the same, ended where it is no more."""
+        presets = self.store.catalogue.presets.values()
+        if not any(preset.runtime.kind == "docker" for preset in presets):
+            return
+        host = self._docker_host()
+        try:
+            self._ports.update(await host.ports())
+            swept = await host.sweep([preset.name for preset in presets if preset.runtime.kind == "docker"])
+            if swept:
+                log.info("containers_ended", presets=swept, reason="their presets are no more")
+        except (DockerAway, DockerError, StopFailed) as error:
+            log.warning("docker_trouble", reason=str(error))
+
+    async def _end_forgotten(self) -> None:
+        """Processes an earlier gate left whose presets are no more."""
+        kept = {self._record(preset) for preset in self.store.catalogue.presets.values()}
+        try:
+            await end_forgotten(self.state_dir / "engines", kept)
+        except StopFailed as error:
+            log.warning("left_behind", reason=str(error), consequence="it may still hold the card")
+
+    def _docker_host(self) -> DockerHost:
+        if self._docker is None:
+            try:
+                self._docker = DockerHost(socket_path(os.environ), gate_id(self.state_dir))
+            except ValueError as error:
+                raise StartError(str(error)) from None
+        return self._docker
+
     async def _probe_externals(self) -> None:
         """Once at the start; an engine that does not answer is a line in the log, no reason not to start."""
         for seat in self._externals:
@@ -178,8 +228,11 @@ class App:
         await self._serving.stop()
         await self.gateway.close()
         self.journal.close()
+        if self._docker is not None:
+            await self._docker.close()
         await self._http.aclose()
         self._gauge.card.close()
+        self._lock.close()
 
     def port(self, site: str) -> int:
         """The port of the listener for `llm` or `comfyui`."""
@@ -225,10 +278,9 @@ class App:
     def _preset_seat(self, preset: Preset) -> Seat:
         runtime = preset.runtime
         engine_class = ENGINES.get(preset.engine)
-        if engine_class is None or runtime.kind not in ("process", "external"):
-            what = f"engine {preset.engine!r}" if engine_class is None else f"runtime kind {runtime.kind!r}"
-            raise StartError(f"preset {preset.name!r}: the {what} is not built yet")
-        port = runtime.port or self._ports.setdefault(preset.name, _free_port())
+        if engine_class is None:
+            raise StartError(f"preset {preset.name!r}: the engine {preset.engine!r} is not built yet")
+        port = self._port_of(preset)
         engine = engine_class(runtime.url or f"http://127.0.0.1:{port}", self._http, self._timing)
         for attribute, value in (("health_path", preset.health_path), ("api_key", runtime.api_key)):
             if hasattr(engine, attribute):
@@ -257,13 +309,40 @@ class App:
             linger=tenant.linger if runtime.idle_unload_s is None else runtime.idle_unload_s,
         )
 
-    @staticmethod
-    def _runtime(preset: Preset, port: int) -> Runtime:
-        runtime = preset.runtime
-        if runtime.kind == "external":
-            return ExternalRuntime()
-        grace = 10.0 if runtime.stop_grace_s is None else runtime.stop_grace_s
-        return ProcessRuntime(preset.argv(port), env=preset.environment(port), cwd=runtime.cwd, grace=grace)
+    def _port_of(self, preset: Preset) -> int:
+        """Where the engine listens on this machine. For Docker, the preset's `port` is the one inside."""
+        if preset.runtime.port and preset.runtime.kind != "docker":
+            return preset.runtime.port
+        if preset.name not in self._ports:
+            self._ports[preset.name] = records.living_port(self._record(preset)) or _free_port()
+        return self._ports[preset.name]
+
+    def _record(self, preset: Preset) -> Path:
+        """The file that says which process serves a preset, for a gate that finds it running."""
+        return self.state_dir / "engines" / f"{preset.name}.json"
+
+    def _runtime(self, preset: Preset, port: int) -> Runtime:
+        runtime, name = preset.runtime, preset.name
+        grace = STOP_GRACE[runtime.kind] if runtime.stop_grace_s is None else runtime.stop_grace_s
+        match runtime.kind:
+            case "external":
+                return ExternalRuntime()
+            case "docker":
+                config = container_config(preset, port)
+                return DockerRuntime(
+                    self._docker_host(),
+                    name,
+                    config,
+                    grace=grace,
+                    on_progress=lambda line: log.info("pulling", preset=name, progress=line),
+                )
+            case "systemd":
+                return SystemdRuntime(runtime.unit or "", grace=grace)
+            case _:
+                argv, env = preset.argv(port), preset.environment(port)
+                return ProcessRuntime(
+                    argv, env=env, cwd=runtime.cwd, grace=grace, record=self._record(preset), port=port
+                )
 
     def _seat(self, tenant: Tenant, engine: object, runtime: Runtime) -> Seat:
         return Seat(tenant, engine, runtime, self._gauge, self._limits)  # type: ignore[arg-type]
@@ -359,6 +438,23 @@ def _private_place(state_dir: Path) -> Path | int:
     if len(str(path).encode()) < SOCKET_PATH_LIMIT:
         return path
     return Path(tempfile.mkdtemp(prefix="turnstile-")) / "control.sock"
+
+
+def _lock_folder(state_dir: Path) -> IO[str]:
+    """One gate for each state folder: two would end each other's engines. Held as long as the file is open."""
+    state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    file = os.fdopen(os.open(state_dir / "lock", os.O_RDWR | os.O_CREAT, 0o600), "r+")
+    if sys.platform != "win32":
+        import fcntl
+
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.close()
+            raise StartError(
+                f"another gate is running with the state folder {state_dir} (TURNSTILE_STATE_DIR)"
+            ) from None
+    return file
 
 
 def _free_port() -> int:

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,6 +112,8 @@ class Arbiter:
         self.seats = {seat.tenant.name: seat for seat in seats}
         self.waits = Waits()
         self.unload_seconds = Histogram()
+        self.unload_failures = 0  # evictions after which memory did not come back, or nobody said that it would
+        self.before_evict: Callable[[str], Awaitable[None]] | None = None  # a last look at who is to leave
         self.swap_seconds = Histogram()
         self._rules = rules
         self._remember = remember
@@ -144,21 +146,23 @@ class Arbiter:
 
     async def start(self) -> None:
         """Find out who holds the card, from the engines themselves, and begin."""
+        left = await self._adopt_all()
         residents = await self._found()
+        stuck = (*residents[1:], *(name for name in left if name not in residents))
         now = self._clock()
         self._scheduler = Scheduler(
             (s.tenant for s in self.seats.values()),
             self._rules,
             now=now,
             residents=residents[:1],
-            stuck=residents[1:],
+            stuck=stuck,
             name=self._remembered.get("model"),
             locks=self._remembered.get("lock"),
             lock_ttl=self._lock_ttl,
         )
         for oddity in self._scheduler.odd:
             log.warning("lock_state_ignored", reason=oddity)
-        self._seated = {name: self.seats[name] for name in residents}
+        self._seated = {name: self.seats[name] for name in (*residents, *left)}
         self.tell("started", {"residents": list(residents)})
         self._feed(Tick())
 
@@ -171,21 +175,32 @@ class Arbiter:
 
     async def break_glass(self, reason: str) -> list[dict[str, Any]]:
         """End every lease by force, and a swap that hangs; returns what was cut."""
-        cut = [
+        cut: list[dict[str, Any]] = [
             {"tenant": lease.tenant, "client": lease.client, "age_s": round(self.now - lease.since, 3)}
             for lease in self.snapshot().leases
         ]
+        hanging = (self._swap, self._order) if self.swapping else (None, None)
         self._feed(Break(reason))
-        if self.swapping and self._swap is not None and self._order is not None:
-            order, swap = self._order, self._swap
-            cut.append({"swap": getattr(order, "target", None), "evict": list(order.evict)})
+        swap, order = hanging
+        if swap is not None and order is not None:
+            target = order.target if isinstance(order, StartSwap) else None
+            cut.append({"tenant": target, "swap": True, "evict": list(order.evict)})
             swap.cancel()
             await asyncio.wait([swap])
-            names = (*order.evict, *([order.target] if isinstance(order, StartSwap) else []))
+            names = (*order.evict, *([target] if target else []))
             residents = await self._truth(names)
             stuck = tuple(n for n in names if n not in residents and n in self._seated)
             self._feed(SwapFailed(order.swap, reason, tuple(residents), stuck))
         return cut
+
+    async def _adopt_all(self) -> list[str]:
+        """Take over what an earlier gate left running; who may hold the card therefore, ready or not."""
+        left = []
+        for name, seat in self.seats.items():
+            if await seat.adopt():
+                left.append(name)
+                self.tell("adopted", {"tenant": name})
+        return left
 
     async def _truth(self, names: Iterable[str]) -> list[str]:
         """Who of these is on the card, by what engines and runtimes say now."""
@@ -500,6 +515,8 @@ class Arbiter:
             if seat is None:
                 continue
             self.tell("evicting", {"tenant": name})
+            if self.before_evict is not None:
+                await self.before_evict(name)
             done = await seat.evict(need)
             self._evicted(name, done)
             if not done.gone:
@@ -518,6 +535,7 @@ class Arbiter:
 
     def _evicted(self, name: str, done: Evicted) -> None:
         self.unload_seconds.observe(done.seconds)
+        self.unload_failures += not done.clean
         fields = {"tenant": name, "seconds": round(done.seconds, 3), "sure": done.sure, "detail": done.detail}
         if done.gone:
             self._seated.pop(name, None)
@@ -563,7 +581,8 @@ class Arbiter:
         if self._scheduler.inflight:
             self._last_left.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._last_left.wait(), timeout)
+                async with asyncio.timeout(timeout):
+                    await self._last_left.wait()
         self._set_timer(None)
         held = tuple(lease.ticket for lease in self.snapshot().leases)
         self._cut(held, "the gate is shutting down")

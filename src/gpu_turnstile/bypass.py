@@ -44,6 +44,7 @@ class BypassWatch:
         self._seen: dict[str, Bypass] = {}
         self._waiting: dict[str, Ticket] = {}
         self._task: asyncio.Task[None] | None = None
+        arbiter.before_evict = self.look_at
 
     def start(self) -> None:
         if self._interval > 0:
@@ -75,6 +76,13 @@ class BypassWatch:
             self._note(name, what)
             if jobs and self._wait and name not in self._waiting:
                 self._adopt(name)
+
+    async def look_at(self, name: str) -> None:
+        """One more look at an engine before it has to leave: its release waits for what is found there."""
+        seat = self._arbiter.seat(name)
+        if seat is not None and isinstance(seat.engine, ComfyUI) and not seat.owned:
+            what, _ = await self._strange(seat)
+            self._note(name, what)
 
     async def _strange(self, seat: Seat) -> tuple[str, tuple[str, ...]]:
         """What an engine does that nobody asked for through here; empty = nothing."""

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import structlog
+
 from gpu_turnstile.core.model import Tenant
 from gpu_turnstile.engines.base import Engine, Health, Released
 from gpu_turnstile.gpu.base import Reading
@@ -18,9 +20,15 @@ from gpu_turnstile.gpu.gauge import Gauge
 from gpu_turnstile.gpu.settle import Settled, SettleState, wait_free
 from gpu_turnstile.runtimes.base import Runtime, StartFailed, StopFailed
 
+log = structlog.get_logger("seats")
+
 GB = 1 << 30
 FIRST_PROBE = 0.005  # seconds until the first look; each further pause is half as long again …
 SLOWEST_PROBE = 0.5  # … up to this
+RELEASE_TRIES = 3  # how often an engine somebody else runs is asked to let go, if that goes wrong
+RELEASE_PAUSE = 0.1  # seconds between them
+CONTEXT = 768 << 20  # bytes a process may keep on the card for its driver's context
+SETTLE_POLL = 0.01  # seconds between two looks at the card
 OUTPUT_SHOWN = 5  # lines of an engine's output that go into an error
 
 
@@ -38,12 +46,16 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """`gone`: it holds nothing any more, as far as can be known. `sure`: its memory was seen to come back."""
+    """`gone`: it holds nothing any more, as far as can be known. `sure`: its memory was seen to be back.
+
+    `clean`: nothing went wrong, also where nothing could be seen.
+    """
 
     gone: bool
     sure: bool
     detail: str
     seconds: float
+    clean: bool = True
 
 
 class Seat:
@@ -81,11 +93,23 @@ class Seat:
 
     # --------------------------------------------------------------------------------------------- coming
 
+    async def adopt(self) -> bool:
+        """Take over what an earlier gate left running. True: it is there, or could not be ended and may be."""
+        if not self.owned:
+            return False
+        try:
+            return await self.runtime.adopt()
+        except StopFailed as error:
+            log.warning("left_behind", tenant=self.tenant.name, reason=str(error))
+            return True
+
     async def admit(self) -> None:
         """Put it on the card and wait until it answers. Raises AdmitFailed; then nothing of it is left running."""
         before = self._before = await self._gauge.read()
         if not self.owned:  # whoever runs it has it running; the first request finds out whether it does
             await self._make_ready()
+            if before is not None and before.used > CONTEXT and await self.engine.busy():
+                self._before = None  # it came past the gate, and part of what is used is its own
             return
         self._gone = asyncio.get_running_loop().create_future()
         try:
@@ -136,32 +160,51 @@ class Seat:
             try:
                 await self.runtime.stop()
             except StopFailed as error:
-                return Evicted(False, False, str(error), time.monotonic() - began)
-            held, said = self._held, "stopped"
+                return Evicted(False, False, str(error), time.monotonic() - began, clean=False)
+            held, said, left, well = self._held, "stopped", self._limits.free, True
         else:
             held = await self._holding(before)
-            release = await self.engine.release()
-            said = release.detail or str(release.outcome)
-            if release.outcome in (Released.UNREACHABLE, Released.TIMEOUT, Released.REFUSED, Released.UNSUPPORTED):
-                return Evicted(True, False, said, time.monotonic() - began)
-        settled = await self._settle(before, held, need)
+            said, well = await self._release(began + self._limits.free)
+            left = max(0.0, began + self._limits.free - time.monotonic())
+        settled = await self._settle(before, held, need, left)
         self._held = None
         gone = not self.owned or settled.state is not SettleState.TIMEOUT
-        sure = settled.state in (SettleState.FREE, SettleState.STABLE)
-        return Evicted(gone, sure, f"{said}; {settled.detail}", time.monotonic() - began)
+        back = settled.state in (SettleState.FREE, SettleState.STABLE)
+        clean = (well or (back and bool(held))) and settled.state is not SettleState.TIMEOUT
+        return Evicted(gone, back and clean, f"{said}; {settled.detail}", time.monotonic() - began, clean)
 
-    async def _settle(self, before: Reading | None, held: int | None, need: float) -> Settled:
+    async def _release(self, deadline: float) -> tuple[str, bool]:
+        """Ask an engine somebody else runs to let go; again if that went wrong, a few times.
+
+        What it said at last, and whether that was that it will.
+        """
+        for _ in range(RELEASE_TRIES):
+            release = await self.engine.release()
+            final = release.outcome in (Released.EMPTY, Released.ACCEPTED, Released.UNSUPPORTED)
+            if final or time.monotonic() + RELEASE_PAUSE >= deadline:
+                break
+            await asyncio.sleep(RELEASE_PAUSE)
+        well = release.outcome in (Released.EMPTY, Released.ACCEPTED)
+        return release.detail or str(release.outcome), well
+
+    async def _settle(self, before: Reading | None, held: int | None, need: float, limit: float) -> Settled:
         wanted = int(need * GB) if need and held is None else None
-        return await wait_free(self._gauge, wanted, before, self._limits.free, held_bytes=held, poll=0.02)
+        return await wait_free(self._gauge, wanted, before, limit, held_bytes=held, poll=SETTLE_POLL)
 
     async def _holding(self, now: Reading | None) -> int | None:
-        """Bytes an engine somebody else runs holds: by its own word, else what the card's use rose by since it came."""
+        """Bytes an engine somebody else runs holds: by its own word, else what the card's use rose by since it came.
+
+        What is no more than a driver's context does not come back while its process lives, and is not waited for.
+        """
         loaded = await self.engine.loaded()
         if loaded is not None and all(model.vram is not None for model in loaded):
             return sum(model.vram or 0 for model in loaded)
-        if now is None or self._before is None:
+        if now is None:
             return None
-        return max(0, now.used - self._before.used)
+        held = max(0, now.used - (self._before.used if self._before is not None else 0))
+        if held <= CONTEXT:
+            return 0
+        return held if self._before is not None else None
 
 
 def _with_output(reason: str, output: tuple[str, ...]) -> str:

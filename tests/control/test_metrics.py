@@ -34,6 +34,7 @@ def test_names_and_types_are_the_documents(tmp_path: Path) -> None:
                 "gpu_turnstile_unload_seconds": "histogram",
                 "gpu_turnstile_swap_seconds": "histogram",
                 "gpu_turnstile_swap_failures": "counter",
+                "gpu_turnstile_unload_failures": "counter",
                 "gpu_turnstile_queue_length": "gauge",
                 "gpu_turnstile_queue_oldest_seconds": "gauge",
                 "gpu_turnstile_requests": "counter",

@@ -596,6 +596,49 @@ def test_whoever_waits_for_another_preset_is_refused_when_a_lock_comes():
     p.answered(Granted)
 
 
+def test_a_lock_does_not_lapse_while_its_owners_request_waits_for_the_load():
+    p = Playbook(A, B)
+    p.do(Lock(1, "me", "a", 60)).answered(Granted)
+    p.do(req(2, "a", owner="me")).see(StartSwap(1, "a"))
+    p.at(800).see()
+    p.do(SwapSucceeded(1)).see(Grant(2, "a"))
+    assert p.view.locks.preset == "a"
+
+
+def test_work_that_is_cut_ended_then_and_its_owners_time_counts_from_there():
+    p = holding_a(B)
+    p.do(Lock(2, "me", "a", 60)).answered(Granted)
+    p.at(3000).do(EngineLost("a", "killed")).see(Cut((1,), "killed"))
+    p.at(3059).see()
+    assert p.view.locks.preset == "a"
+    p.at(3060).see().note("lapsed", owner="me")
+
+
+def test_an_overdue_lock_polices_nobody():
+    p = holding_a(B)
+    p.do(Release(1)).see()
+    p.do(Lock(2, "me", "a", 60)).answered(Granted)
+    p.now = 61.0  # the timer is late
+    p.do(req(3, "b")).see(StartSwap(2, "b", ("a",)))
+
+
+def test_a_token_that_goes_stale_while_its_ticket_waits_is_refused():
+    p = Playbook(A, B)
+    p.do(Lock(1, "me", "a", 60)).answered(Granted, token=1)
+    p.do(req(2, "a", token=1)).see(StartSwap(1, "a"))
+    p.do(Unlock(3, "me"))
+    p.see_refusal(2, Code.LOCKED).answered(Unlocked)
+
+
+def test_a_mode_change_by_the_head_takes_the_lock():
+    p = holding_a(B)
+    p.do(Release(1)).see()
+    p.do(Lock(2, "me", "a", 60)).answered(Granted)
+    p.do(Lock(3, "you", "b", 60, wait=True)).answered(Queued)
+    p.do(Unlock(4, "me")).answered(Unlocked)
+    p.do(SetMode(5, "b", owner="you")).see(StartSwap(2, "b", ("a",))).note("locked", owner="you")
+
+
 def test_the_lock_book_survives_a_restart():
     p = holding_a(B)
     p.do(Lock(2, "me", "a", 60)).answered(Granted)

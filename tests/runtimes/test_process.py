@@ -17,6 +17,7 @@ from gpu_turnstile.runtimes.base import StopFailed
 from gpu_turnstile.runtimes.external import ExternalRuntime
 from gpu_turnstile.runtimes.group import ProcessGroup
 from gpu_turnstile.runtimes.process import ProcessRuntime
+from gpu_turnstile.runtimes.runs import LAST_WORDS
 from tests.runtimes.children import lives, pids_printed, printed, sh
 
 IGNORES_TERM = "trap '' TERM; echo up; while :; do sleep 0.05; done"
@@ -184,7 +185,7 @@ def test_a_stop_is_no_crash(run):
         runtime.on_exit = told.append
         await runtime.start()
         await runtime.stop()
-        await asyncio.sleep(process_module.LAST_WORDS * 2)  # a report would have come by now
+        await asyncio.sleep(LAST_WORDS * 2)  # a report would have come by now
         assert told == []
 
     run(main())

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from gpu_turnstile.runtimes.base import StartFailed
-from gpu_turnstile.runtimes.process import ProcessRuntime, child_environment
+from gpu_turnstile.runtimes.launch import child_environment
+from gpu_turnstile.runtimes.process import ProcessRuntime
 from tests.runtimes.children import printed, sh
 
 

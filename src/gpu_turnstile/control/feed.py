@@ -77,7 +77,8 @@ class Subscription:
         if not (self._queue or self._feed.closed):
             self._wake.clear()
             try:
-                await asyncio.wait_for(self._wake.wait(), self._pause)
+                async with asyncio.timeout(self._pause):
+                    await self._wake.wait()
             except TimeoutError:
                 return None
         if self._lost:

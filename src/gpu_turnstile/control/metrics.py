@@ -91,6 +91,11 @@ class _Collector(Collector):
         swap = HistogramMetricFamily(P + "swap_seconds", "From the start of a swap until the newcomer answered")
         _add(swap, [], arbiter.swap_seconds)
         yield swap
+        yield CounterMetricFamily(
+            P + "unload_failures",
+            "Times a tenant that was told to leave had not given its memory back in time",
+            arbiter.unload_failures,
+        )
         failed = self._feed.swaps.failed
         yield CounterMetricFamily(P + "swap_failures", "Swaps and unloads that failed", failed)
 

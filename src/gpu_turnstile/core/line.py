@@ -23,6 +23,7 @@ class Entry:
     visit: bool
     client: str
     owner: str | None
+    token: int | None
 
 
 @dataclass(slots=True)
@@ -61,7 +62,7 @@ class Line:
     def tickets(self, which: Callable[[Queue], bool] = lambda queue: True) -> list[int]:
         return [number for queue in self._queues.values() if which(queue) for number in queue.entries]
 
-    def join(self, request: Request, wants: tuple[str, ...], rank: int, now: float) -> None:
+    def join(self, request: Request, wants: tuple[str, ...], rank: int, now: float, owner: str | None = None) -> None:
         key = (wants, request.in_place)
         queue = self._queues.get(key)
         if queue is None:
@@ -69,7 +70,7 @@ class Line:
         self.seq += 1
         deadline = now + request.wait if request.wait else None
         queue.entries[request.ticket] = Entry(
-            request.ticket, self.seq, now, deadline, request.visit, request.client, request.owner
+            request.ticket, self.seq, now, deadline, request.visit, request.client, owner, request.token
         )
         self._of[request.ticket] = queue
         if deadline is not None:

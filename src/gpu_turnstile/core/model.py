@@ -176,6 +176,8 @@ class SetMode:
     tenant: str
     wait: float | None = None
     client: str = ""
+    owner: str | None = None
+    token: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from typing import Any
 
 from gpu_turnstile.core import budget, policy
 from gpu_turnstile.core.line import Line, Queue
-from gpu_turnstile.core.locks import TTL, Ended, Granted, LockBook, Policed, Queued, Refused, Stale, Unlocked
+from gpu_turnstile.core.locks import TTL, Denied, Ended, Granted, LockBook, Policed, Queued, Refused, Stale, Unlocked
 from gpu_turnstile.core.model import (
     Answer,
     Break,
@@ -139,7 +139,7 @@ class Scheduler:
         self._armed: float | None = None
         self._name = name if name in self._tenants else None
         self._locks, self.odd = LockBook.recover(locks or {}, now, lock_ttl)
-        self._locks.keep_presets(self._tenants, now)
+        self._gone = self._locks.keep_presets(self._tenants, now)  # told with the first event
         for found in residents:
             self._settle(found, self._tenants.get(found), now)
         for found in stuck:
@@ -184,9 +184,13 @@ class Scheduler:
         if not known:
             out.append(Refuse(event.ticket, Code.UNKNOWN_MODEL, f"no preset is called {event.wants[0]!r}"))
             return
+        owner = event.owner
         if self._locks or event.token is not None:
+            self._look_at_locks(now, out)
             if not self._admitted(event, known, now, out):
                 return
+            if event.token is not None:
+                owner = self._locks.owner_of(event.token)
             if self._locks.preset is not None:
                 known = (self._locks.preset,)
         if self.rules.capacity and any(self._too_big(want) for want in known):
@@ -204,9 +208,9 @@ class Scheduler:
         if not self._line and self._swap is None and not self._unload:
             resident = self._serving(known)
             if resident is not None and self._compatible(resident):
-                self._grant(resident, event.ticket, event.visit, event.client, event.owner, now, out)
+                self._grant(resident, event.ticket, event.visit, event.client, owner, now, out)
                 return
-        self._line.join(event, known, self._tenants[known[0]].rank, now)
+        self._line.join(event, known, self._tenants[known[0]].rank, now, owner)
         self._advance(now, out)
         if event.wait == 0 and event.ticket in self._line and not self._coming(known):
             self._line.leave(event.ticket)
@@ -215,7 +219,9 @@ class Scheduler:
 
     def _on_set_mode(self, event: SetMode, now: float, out: list[Effect]) -> None:
         self._on_request(
-            Request(event.ticket, (event.tenant,), visit=True, wait=event.wait, client=event.client), now, out
+            Request(event.ticket, (event.tenant,), False, True, event.wait, event.client, event.owner, event.token),
+            now,
+            out,
         )
 
     def _on_cancel(self, event: Cancel, now: float, out: list[Effect]) -> None:
@@ -397,6 +403,7 @@ class Scheduler:
 
     def _begin(self, target: Tenant | None, victims: dict[str, _Resident], now: float, out: list[Effect]) -> None:
         cut = tuple(t for r in victims.values() for t in r.leases)
+        self._work_ended(victims.values(), now)
         for ticket in cut:
             del self._leases[ticket]
         for name, resident in victims.items():
@@ -526,6 +533,7 @@ class Scheduler:
         if resident is None:  # going or coming: the swap's own end tells
             return
         tickets = tuple(resident.leases)
+        self._work_ended((resident,), now)
         for ticket in tickets:
             del self._leases[ticket]
         out.append(Note("engine_lost", {"tenant": event.tenant, "reason": event.reason, "cut": len(tickets)}))
@@ -543,13 +551,13 @@ class Scheduler:
 
     def _on_break(self, event: Break, now: float, out: list[Effect]) -> None:
         tickets = tuple(self._leases)
+        self._work_ended(self._residents.values(), now)
         for resident in self._residents.values():
             resident.leases.clear()
             resident.idle_since = now
         self._leases.clear()
         out.append(Note("released", {"reason": event.reason, "cut": len(tickets)}))
-        if self._locks.break_glass(now, event.reason).owners:
-            self._persist(now, out)
+        self._ended(self._locks.break_glass(now, event.reason).cut, now, out)
         if tickets:
             out.append(Cut(tickets, event.reason))
         self._advance(now, out)
@@ -581,6 +589,7 @@ class Scheduler:
         for ticket in self._line.tickets():
             self._line.leave(ticket)
             out.append(Refuse(ticket, Code.SHUTTING_DOWN, "the gate is shutting down"))
+        self._persist(now, out)
         self._advance(now, out)
 
     # --------------------------------------------------------------------------------------------- locks
@@ -608,30 +617,31 @@ class Scheduler:
             force=event.force,
             open_unlock=event.open_unlock,
         )
-        self._answered(event.ticket, answer, now, out)
+        self._answered(event.ticket, answer, now, out, caller=event.caller, force=event.force)
 
     def _on_renew(self, event: Renew, now: float, out: list[Effect]) -> None:
         self._expire(now, out)
         self._answered(event.ticket, self._locks.renew(event.owner, event.ttl, now, token=event.token), now, out)
 
-    def _answered(self, ticket: int, answer: object, now: float, out: list[Effect]) -> None:
+    def _answered(self, ticket: int, answer: object, now: float, out: list[Effect], **who: Any) -> None:
         """Keep what changed, tell it, and let the card follow."""
         match answer:
             case Granted(preset=preset, owner=owner, fresh=fresh, moved_from=moved_from):
-                if fresh or moved_from:
-                    out.append(Note("locked", {"owner": owner, "preset": preset, "token": answer.token}))
-                    self._refuse_policed(now, out)
-                self._persist(now, out)
+                kind = "locked" if fresh or moved_from else "renewed"
+                out.append(Note(kind, {"owner": owner, "preset": preset, "token": answer.token, "ttl": answer.ttl}))
+                self._refuse_policed(now, out)
             case Queued(owner=owner, preset=preset, position=position):
                 out.append(Note("lock_queued", {"owner": owner, "preset": preset, "position": position}))
-                self._persist(now, out)
-            case Unlocked(owners=owners, waiters=waiters):
-                if owners or waiters:
-                    fields = {"owners": list(owners), "waiters": list(waiters), "cut": [e.owner for e in answer.cut]}
-                    out.append(Note("unlocked", fields))
-                self._persist(now, out)
+            case Unlocked(owners=owners, waiters=waiters) if owners or waiters:
+                fields = {"owners": list(owners), "waiters": list(waiters), "cut": [e.owner for e in answer.cut]}
+                out.append(Note("unlocked", fields | who))
             case Refused(owner=owner, preset=preset, why=why):
                 out.append(Note("lock_refused", {"owner": owner, "preset": preset, "why": str(why)}))
+            case Denied(owner=owner):
+                out.append(Note("lock_denied", {"owner": owner} | who))
+        self._refuse_stale(now, out)
+        if self._locks.dirty(now):
+            self._persist(now, out)
         out.append(Answer(ticket, answer))
         self._advance(now, out)
 
@@ -667,29 +677,66 @@ class Scheduler:
         self._rearm(now, out)
 
     def _busy_owners(self) -> frozenset[str]:
-        """Whose work runs on the pinned preset, so that no silence of theirs counts."""
-        resident = self._residents.get(self._locks.preset or "")
-        if resident is None:
-            return frozenset()
-        return self._locks.busy(owner for _, _, owner in resident.leases.values())
+        """Whose work runs, or waits for the pinned preset: no silence of theirs counts.
+
+        Work that names nobody may be anybody's who pins its preset.
+        """
+        pinned = self._locks.preset
+        marks: list[str | None] = []
+        for name, resident in self._residents.items():
+            owners = [owner for _, _, owner in resident.leases.values()]
+            marks += owners if name == pinned else [owner for owner in owners if owner is not None]
+        for queue in self._line.queues():
+            if pinned in queue.wants:
+                marks += [entry.owner for entry in queue.entries.values()]
+        return self._locks.busy(marks)
+
+    def _work_ended(self, residents: Iterable[_Resident], now: float) -> None:
+        """Leases are cut: that is the end of their work, from which their owners' time counts."""
+        for resident in residents:
+            for _, _, owner in resident.leases.values():
+                self._locks.touch(resident.tenant.name, owner, now)
+
+    def _refuse_stale(self, now: float, out: list[Effect]) -> None:
+        """Whoever waits with a token whose hold has ended meanwhile."""
+        for ticket in self._line.tickets():
+            entry = self._line.queue_of(ticket).entries[ticket]
+            stale = None if entry.token is None else self._locks.check(entry.token, entry.owner, now)
+            if stale is not None:
+                self._line.leave(ticket)
+                out.append(Refuse(ticket, Code.LOCKED, stale.message))
 
     def _ended(self, ended: tuple[Ended, ...], now: float, out: list[Effect]) -> None:
         """Holds and places that ended without their owners' doing: everybody may see it."""
         for end in ended:
             kind = "lapsed" if end.token else "left_queue"
-            out.append(Note(kind, {"owner": end.owner, "preset": end.preset, "cause": str(end.cause)}))
+            fields = {
+                "owner": end.owner,
+                "preset": end.preset,
+                "cause": str(end.cause),
+                "token": end.token,
+                "by": end.by,
+            }
+            out.append(Note(kind, fields | {"ago": round(now - end.at, 3)}))
         if ended:
+            self._refuse_stale(now, out)
             self._persist(now, out)
 
     # -------------------------------------------------------------------------------------------- timers
 
     def _on_tick(self, event: Tick, now: float, out: list[Effect]) -> None:
         self._armed = None
+        gone, self._gone = self._gone, ()
+        self._ended(gone, now, out)
         self._advance(now, out)
 
     def _expire(self, now: float, out: list[Effect]) -> None:
         for entry in self._line.expired(now):
             out.append(self._busy(entry.number, f"waited {now - entry.since:.0f} s for the card, the longest allowed"))
+        self._look_at_locks(now, out)
+
+    def _look_at_locks(self, now: float, out: list[Effect]) -> None:
+        """Let lapse what is overdue, before anything is decided by it."""
         moment = self._locks.next_moment
         if moment is not None and moment <= now:
             self._ended(self._locks.lapse(now, self._busy_owners()), now, out)

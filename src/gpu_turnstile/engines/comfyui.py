@@ -9,16 +9,18 @@ would deafen the first.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 from urllib.parse import quote
 
+import httpx
 import msgspec
 
 from gpu_turnstile.core.model import Mode
-from gpu_turnstile.engines.base import Health, JobEnd, JobPhase, Loaded, Probe, Release, Released
-from gpu_turnstile.engines.comfyui_job import HistoryEntry, JobWatch, Sighting, Where, end_of
+from gpu_turnstile.engines.base import Health, JobEnd, JobPhase, Loaded, Probe, Release, Released, Timing
+from gpu_turnstile.engines.comfyui_job import CONNECTIONS_KEPT, HistoryEntry, JobWatch, Sighting, Where, end_of
 from gpu_turnstile.engines.http import LOADING_STATUS, Failure, HttpEngine, Reply, probe_of
 
 PHASES = {
@@ -57,6 +59,16 @@ class Queue:
 class ComfyUI(HttpEngine):
     kind: ClassVar[str] = "comfyui"
     mode: ClassVar[Mode] = Mode.COMFYUI
+
+    def __init__(self, url: str, http: httpx.AsyncClient, timing: Timing) -> None:
+        super().__init__(url, http, timing)
+        self._connections: deque[str] = deque(maxlen=CONNECTIONS_KEPT)  # that answered, for whatever reason asked
+
+    async def get(self, path: str, timeout: float | None = None) -> Reply:
+        reply = await super().get(path, timeout)
+        if reply.connection is not None and reply.connection not in self._connections:
+            self._connections.append(reply.connection)
+        return reply
 
     async def probe(self) -> Probe:
         reply = await self.get("/system_stats")
@@ -107,12 +119,15 @@ class ComfyUI(HttpEngine):
             await asyncio.sleep(self.timing.history_poll)
 
     async def _until_idle(self) -> Release | None:
-        """None when the queue is empty, else why the release ends here."""
+        """None when the queue is empty, else why the release ends here.
+
+        Work that is known to be there is waited for as long as a job may take; a queue that cannot be read is not.
+        """
         loop = asyncio.get_running_loop()
-        limit = self.timing.idle_timeout
-        deadline = loop.time() + (self.timing.unload_timeout if limit is None else limit)
+        began, patience = loop.time(), self.timing.idle_timeout or self.timing.unload_timeout
+        limit = self.timing.unload_timeout
         found = Release(Released.TIMEOUT, "its queue could not be read in time")
-        while (left := deadline - loop.time()) > 0:
+        while (left := began + limit - loop.time()) > 0:
             reply = await self.get("/queue", min(self.timing.call_timeout, left))
             if reply.failure is Failure.UNREACHABLE:
                 return Release(Released.UNREACHABLE, reply.reason)
@@ -121,8 +136,10 @@ class ComfyUI(HttpEngine):
             queue = _queue(reply)
             if queue is not None and not queue.ids:
                 return None
+            if queue is not None:
+                limit = patience
             found = _still_busy(queue, reply)
-            await asyncio.sleep(min(self.timing.unload_poll, max(0.0, deadline - loop.time())))
+            await asyncio.sleep(min(self.timing.unload_poll, max(0.0, began + limit - loop.time())))
         return found
 
     async def _look_for(self, job: str) -> Sighting:
@@ -132,7 +149,7 @@ class ComfyUI(HttpEngine):
             return Sighting(_trouble(listed))
         if job in queue.ids:
             where = Where.RUNNING if job in queue.running else Where.QUEUED
-            return Sighting(where, connections=_connections(listed))
+            return Sighting(where, connections=_connections(listed), others=frozenset(self._connections))
         return await self._look_in_history(job, listed)
 
     async def _look_in_history(self, job: str, listed: Reply) -> Sighting:

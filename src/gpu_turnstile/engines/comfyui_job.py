@@ -38,9 +38,12 @@ class Where(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
+    """`connections`: those this look came by; `others`: what else was answered so far by the server it found."""
+
     where: Where
     end: JobEnd | None = None
     connections: frozenset[str] = frozenset()
+    others: frozenset[str] = frozenset()
 
 
 class JobWatch:
@@ -70,7 +73,7 @@ class JobWatch:
         self._last_seen = sighting.where
         self._gone_looks, self._cut, self._same_server = 0, False, False
         self._keeps_connections = self._keeps_connections or not sighting.connections.isdisjoint(self._known)
-        self._known.extend(sighting.connections.difference(self._known))
+        self._known.extend((sighting.connections | sighting.others).difference(self._known))
 
     def _missing(self, sighting: Sighting) -> JobEnd | None:
         self._gone_looks += 1
@@ -80,7 +83,10 @@ class JobWatch:
         restarted = self._cut or (self._keeps_connections and not self._same_server)
         if self._last_seen is None or restarted:
             return JobEnd.LOST
-        return JobEnd.DELETED if self._last_seen is Where.QUEUED else JobEnd.CLEARED
+        if self._last_seen is Where.QUEUED:
+            return JobEnd.DELETED
+        unsure = bool(self._known) and not self._same_server  # it tells connections apart, and this is another one
+        return JobEnd.LOST if unsure else JobEnd.CLEARED
 
 
 class _Status(msgspec.Struct):

@@ -11,8 +11,11 @@ from gpu_turnstile.engines.koboldcpp import KoboldCpp
 from gpu_turnstile.engines.llama_server import LlamaServer
 from gpu_turnstile.engines.lm_studio import LMStudio
 from gpu_turnstile.engines.localai import LocalAI
+from gpu_turnstile.engines.ninfer import NInfer
 from gpu_turnstile.engines.ollama import Ollama
+from gpu_turnstile.engines.sglang import SGLang
 from gpu_turnstile.engines.tabbyapi import TabbyAPI
+from gpu_turnstile.engines.vllm import VLLM
 
 ENGINES: dict[str, type[Engine]] = {
     "a1111": A1111,
@@ -23,7 +26,10 @@ ENGINES: dict[str, type[Engine]] = {
     "llama-server": LlamaServer,
     "lm-studio": LMStudio,
     "localai": LocalAI,
+    "ninfer": NInfer,
     "ollama": Ollama,
+    "sglang": SGLang,
     "tabbyapi": TabbyAPI,
     "train": Train,
+    "vllm": VLLM,
 }

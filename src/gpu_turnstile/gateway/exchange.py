@@ -38,6 +38,7 @@ HOLD_BACK = 256 * 1024  # bytes of a streamed body kept while the engine's conne
 READ_TRIES = 3  # how often a read that was answered with 5xx is tried again
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 JOB_SITES = frozenset((Site.INVOKEAI,))  # whose answers come before the work, besides ComfyUI's
+_READ_KINDS = (Kind.NEUTRAL, Kind.LISTING)
 _NO_TUNNEL = frozenset((b"h2", b"h2c", b"h3", b"http", b"tls"))
 _SAFE_METHODS = frozenset(("GET", "HEAD", "OPTIONS"))
 
@@ -357,7 +358,7 @@ class Exchange:
             in_place=in_place,
             wait=0 if stay else gateway.options.wait_limit(self.place.site),
             client=self.client.who(head) if self.client is not None else "",
-            owner=head.client.decode("latin-1")[:100] if head.client else None,
+            owner=_owner(head),
             token=int(head.lock_token[:18]) if head.lock_token else None,
             on_answer=self._answered,
             on_cut=self._cut,
@@ -542,7 +543,7 @@ class Exchange:
         After that the engine's own answer is passed on: hiding it for ever would help nobody.
         """
         upstream = self._upstream
-        if self.head.method not in ("GET", "HEAD") or self.head.has_body or self.place.kind is not Kind.NEUTRAL:
+        if self.head.method not in ("GET", "HEAD") or self.head.has_body or self.place.kind not in _READ_KINDS:
             return False
         if upstream is None or self._tries >= READ_TRIES or not self.gateway.is_external(upstream.name):
             return False
@@ -827,6 +828,12 @@ class Exchange:
             return b""
         text = errors.in_band(problem, self.place.dialect, self._early or reply.content_type, tail)
         return wire.chunk(text) if text else b""
+
+
+def _owner(head: RequestHead) -> str | None:
+    """Whom a request says it belongs to, for locks; the name its client gives itself will do."""
+    said = head.lock_owner or head.client
+    return said.decode("utf-8", "replace")[:200] if said else None
 
 
 def _too_large(limit: int) -> Problem:

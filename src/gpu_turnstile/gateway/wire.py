@@ -40,6 +40,7 @@ _ABSOLUTE: Final = re.compile(rb"https?://([^/?#]+)(.*)", re.IGNORECASE | re.DOT
 _REASON: Final = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
 _FIELD: Final = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[\t\x20-\x7e\x80-\xff]*\r\n")
 
+_OUR_FIELDS: Final = frozenset((b"x-turnstile-lock", b"x-turnstile-owner"))
 _KEY_FIELDS: Final = frozenset((b"authorization", b"x-api-key"))
 
 Header = tuple[bytes, bytes]
@@ -72,6 +73,7 @@ class RequestHead:
         "keep_alive",
         "keyed",
         "length",
+        "lock_owner",
         "lock_token",
         "method",
         "origin",
@@ -105,6 +107,7 @@ class RequestHead:
         self.user_agent = b""
         self.preflight = b""
         self.lock_token = b""
+        self.lock_owner = b""
         self.keyed = False  # it showed a key of the gate's, which is no business of the engine's
 
     # httptools calls these
@@ -219,6 +222,10 @@ def _client(head: RequestHead, value: bytes) -> None:
     head.client = value
 
 
+def _lock_owner(head: RequestHead, value: bytes) -> None:
+    head.lock_owner = value
+
+
 def _lock_token(head: RequestHead, value: bytes) -> None:
     head.lock_token = value
 
@@ -255,6 +262,7 @@ _REQUEST_FIELDS: Final = {
     b"content-encoding": _encoding,
     b"x-turnstile-client": _client,
     b"x-turnstile-lock": _lock_token,
+    b"x-turnstile-owner": _lock_owner,
     b"x-llm-capability": _capability,
     b"authorization": _authorization,
     b"x-api-key": _api_key,
@@ -351,6 +359,8 @@ def request_bytes(head: RequestHead, target: bytes, length: int | None, chunked:
     dropped = _dropped(head.connection)
     if head.keyed:
         dropped |= _KEY_FIELDS
+    if head.lock_token or head.lock_owner:
+        dropped |= _OUR_FIELDS
     lines = [b"%s %s HTTP/1.1" % (head.method.encode(), target)]
     framed = False
     for name, value in head.headers:

@@ -32,7 +32,8 @@ class Gauge:
         if self._under_way is None or self._under_way.done():
             self._under_way = self._begin()
         try:
-            return await asyncio.wait_for(asyncio.shield(self._under_way), timeout)
+            async with asyncio.timeout(timeout):  # not wait_for: before Python 3.12 that can swallow a cancellation
+                return await asyncio.shield(self._under_way)
         except TimeoutError:
             return None
 

@@ -177,7 +177,7 @@ class Runtime(Strict):
     listen: Annotated[str, AfterValidator(_listen)] | None = None
     api_key: Text | None = None
     health: Annotated[str, AfterValidator(_ascii_path)] | None = None
-    gpus: Texts = ()
+    gpus: Texts | None = None  # None: all of them; (): none
     mounts: Mounts = ()
     context: Count | None = None
     parallel: Count | None = None

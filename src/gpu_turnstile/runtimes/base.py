@@ -36,6 +36,13 @@ class Runtime(Protocol):
 
     async def alive(self) -> bool: ...
 
+    async def adopt(self) -> bool:
+        """Take over what an earlier gate left running; whether there is such an engine now. Raises StopFailed.
+
+        Called once, before the first start. What was left and cannot be taken over is ended.
+        """
+        ...
+
     def output(self) -> tuple[str, ...]:
         """The last lines it printed, oldest first."""
         ...

@@ -22,5 +22,9 @@ class ExternalRuntime:
     async def alive(self) -> bool:
         return True
 
+    async def adopt(self) -> bool:
+        """Nothing to take over: whoever runs it has it."""
+        return True
+
     def output(self) -> tuple[str, ...]:
         return ()

@@ -1,8 +1,12 @@
-"""The processes that came from one leader: its session, and the descendants that left it.
+"""The processes that came from one leader: its session, the descendants that left it, and who carries its token.
 
 POSIX only. A zombie is not a member: it holds no memory and cannot be killed. Signals go to the process group in one
 call, so that no child forked meanwhile is missed; strays (children that began a group of their own) get theirs by a
 handle that psutil checks against reuse of the pid. Nothing here waits; scanning reads /proc and belongs in a thread.
+
+A token is a variable in the environment of a recorded run (see records.py). It finds strays whose parents are gone,
+and where nobody has watched the leader end it tells our leftovers from strangers: the number of a session whose
+leader is gone may have been given to another meanwhile.
 """
 
 from __future__ import annotations
@@ -14,6 +18,8 @@ from dataclasses import dataclass
 
 import psutil
 
+TOKEN = "GPU_TURNSTILE_RUN"  # the variable's name
+
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
@@ -24,21 +30,33 @@ class _Entry:
 
 
 class ProcessGroup:
-    """Made while the leader lives or is not yet reaped; safe to use long after: a reused pid is not the leader."""
+    """Made while the leader lives or is not yet reaped, it is safe to use long after: a reused pid is not the leader.
 
-    def __init__(self, leader: int) -> None:
+    Made after the leader's end (leftovers of an earlier gate), it needs the token.
+    """
+
+    def __init__(self, leader: int, token: str = "") -> None:
         self.leader = leader
+        self._token = token
+        self._late = False
         self._process = _find(leader)
         self._strays: set[psutil.Process] = set()
+
+    @classmethod
+    def of_leftovers(cls, leader: int, token: str) -> ProcessGroup:
+        """The leader is gone: whoever has its pid now is another."""
+        group = cls(leader, token)
+        group._late, group._process = True, None
+        return group
 
     def members(self) -> list[psutil.Process]:
         """Who lives of it now, leader included. A child forked during the scan may be missed."""
         entries = _living(self.leader)
-        session = set() if self._is_another() else {pid for pid, entry in entries.items() if entry.in_session}
-        known = session | {pid for pid, entry in entries.items() if entry.process in self._strays}
+        session_is_ours = not self._is_another() and (not self._late or None)
+        known = {pid for pid, entry in entries.items() if self._is_ours(entry, session_is_ours)}
         while found := {pid for pid, entry in entries.items() if entry.parent in known} - known:
             known |= found
-        self._strays |= {entries[pid].process for pid in known if not entries[pid].in_group}
+        self._strays |= {entries[pid].process for pid in known if self._late or not entries[pid].in_group}
         return [entries[pid].process for pid in sorted(known)]
 
     def is_empty(self) -> bool:
@@ -62,9 +80,18 @@ class ProcessGroup:
                 if stray.is_running():
                     os.waitpid(stray.pid, os.WNOHANG)
 
+    def _is_ours(self, entry: _Entry, session_is_ours: bool | None) -> bool:
+        """`session_is_ours` None: only the token can tell, or that there is none to be read."""
+        if entry.process in self._strays or (entry.in_session and session_is_ours):
+            return True
+        carried = _carried_token(entry.process) if self._token else ""
+        if carried is None:
+            return entry.in_session and session_is_ours is None
+        return bool(self._token) and carried == self._token
+
     def _kill_group(self, number: int) -> bool:
         """Whether there is such a group. The kernel gives its number to nobody else as long as it has a process."""
-        if self._is_another():
+        if self._late or self._is_another():
             return False
         try:
             os.killpg(self.leader, number)
@@ -84,6 +111,15 @@ def _find(pid: int) -> psutil.Process | None:
         return psutil.Process(pid)  # equal to another by its pid and the time it began
     except psutil.Error:
         return None
+
+
+def _carried_token(process: psutil.Process) -> str | None:
+    """The token in its environment, "" if there is none; None: it cannot be read, or has been written over."""
+    try:
+        environment = process.environ()
+    except (psutil.Error, OSError):
+        return None
+    return environment.get(TOKEN, "" if "PATH" in environment else None)
 
 
 def _living(leader: int) -> dict[int, _Entry]:

@@ -1,0 +1,39 @@
+"""What servers with OpenAI's API share: one model, a health path, a list; off the card when they are stopped."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+
+from gpu_turnstile.core.model import Mode
+from gpu_turnstile.engines.base import Loaded, Probe, Release
+from gpu_turnstile.engines.command import NO_UNLOAD
+from gpu_turnstile.engines.http import probe_of
+from gpu_turnstile.engines.keyed import KeyedEngine
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class OpenAIServer(KeyedEngine):
+    mode: ClassVar[Mode] = Mode.LLM
+
+    async def probe(self) -> Probe:
+        return probe_of(await self.get("/health"))
+
+    async def loaded(self) -> tuple[Loaded, ...] | None:
+        """The names it serves its one model under; where there is no answer, nothing is known."""
+        listed = (await self.get("/v1/models")).read(_Models)
+        return None if listed is None else tuple(Loaded(model.id) for model in listed.data)
+
+    async def busy(self) -> bool | None:
+        return None
+
+    async def release(self) -> Release:
+        return NO_UNLOAD

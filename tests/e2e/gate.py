@@ -1,0 +1,70 @@
+"""A gate in a process of its own: what can be killed, and started again where it was."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+
+
+class Gate:
+    """`turnstile serve` in a process of its own, in a folder that outlives it."""
+
+    def __init__(self, folder: Path, **environment: str) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = int(probe.getsockname()[1])
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.folder = folder
+        self.more = environment
+        self.card = folder / "card.json"
+        self.log = folder / "gate.log"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def command(self) -> list[str]:
+        state, presets = str(self.folder / "state"), str(self.folder / "presets")
+        return [sys.executable, "-m", "gpu_turnstile", "serve", "--presets", presets, "--state-dir", state]
+
+    def environment(self) -> dict[str, str]:
+        own = {
+            "TURNSTILE_SIM_CARD": str(self.card),
+            "TURNSTILE_GPU": f"sim:{self.card}",
+            "LISTEN_OLLAMA": f"127.0.0.1:{self.port}",
+            "LISTEN_COMFY": "off",
+            "OLLAMA_URL": "",
+            "COMFY_URL": "",
+            "SHUTDOWN_TIMEOUT": "500ms",
+        }
+        return {**os.environ, **own, **self.more}
+
+    def start(self) -> None:
+        with open(self.log, "ab") as log:
+            self.process = subprocess.Popen(self.command(), env=self.environment(), stdout=log, stderr=log)
+        deadline = time.monotonic() + 15
+        while time.monotonic() < deadline and self.process.poll() is None:
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(f"{self.url}/healthz", trust_env=False).status_code == 200:
+                    return
+            time.sleep(0.02)
+        raise AssertionError(self.log.read_text())
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(10)
+
+    def stop(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.terminate()
+            self.process.wait(15)
+
+    def chat(self, model: str) -> httpx.Response:
+        body = {"model": model, "max_tokens": 2, "messages": [{"role": "user", "content": "x"}]}
+        return httpx.post(f"{self.url}/v1/chat/completions", json=body, trust_env=False, timeout=20)

@@ -1,0 +1,89 @@
+"""A gate that was killed with `kill -9`: the next one finds the engines where they are."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.gate import Gate
+from tests.e2e.house import engine_pids, llama, write
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[Gate]:
+    write(tmp_path, [llama("a", path=str(tmp_path / "a.gguf")), llama("b", path=str(tmp_path / "b.gguf"))])
+    gate = Gate(tmp_path)
+    yield gate
+    gate.stop()
+    for pid in engines(gate):
+        os.kill(pid, signal.SIGKILL)
+
+
+def engines(gate: Gate) -> list[int]:
+    return engine_pids(str(gate.folder / "a.gguf")) + engine_pids(str(gate.folder / "b.gguf"))
+
+
+def test_an_engine_outlives_a_killed_gate_and_serves_the_next_one_at_once(gate):
+    gate.start()
+    assert gate.chat("a").status_code == 200
+    (pid,) = engines(gate)
+    for _ in range(3):
+        gate.kill()
+        assert engines(gate) == [pid]
+        gate.start()
+        assert gate.chat("a").status_code == 200
+        assert engines(gate) == [pid]
+    assert gate.chat("b").status_code == 200  # an adopted one leaves as any other
+    assert len(engines(gate)) == 1
+    assert pid not in engines(gate)
+    gate.stop()
+    assert engines(gate) == []
+
+
+def test_an_engine_whose_preset_has_gone_or_changed_meanwhile_is_ended(gate):
+    gate.start()
+    assert gate.chat("a").status_code == 200
+    gate.kill()
+    (gate.folder / "presets" / "a.toml").unlink()
+    gate.start()
+    assert engines(gate) == []
+    assert gate.chat("b").status_code == 200
+    (pid,) = engines(gate)
+    gate.kill()
+    write(gate.folder, [llama("b", "--sim-load-s", "0.2", path=str(gate.folder / "b.gguf"))])
+    gate.start()
+    assert pid not in engines(gate)
+    assert gate.chat("b").status_code == 200
+    assert len(engines(gate)) == 1
+
+
+def test_a_gate_killed_while_an_engine_loads_leaves_no_second_one_on_the_card(gate):
+    write(gate.folder, [llama("a", "--sim-load-s", "2", path=str(gate.folder / "a.gguf"))])
+    gate.start()
+    with contextlib.suppress(httpx.HTTPError):
+        httpx.post(f"{gate.url}/v1/chat/completions", json={"model": "a", "messages": []}, trust_env=False, timeout=0.5)
+    assert len(engines(gate)) == 1
+    gate.kill()
+    gate.start()
+    assert gate.chat("b").status_code == 200
+    assert len(engines(gate)) == 1
+    assert engine_pids(str(gate.folder / "b.gguf")) == engines(gate)
+
+
+def test_a_second_gate_with_the_same_state_folder_says_so_and_touches_nothing(gate):
+    gate.start()
+    assert gate.chat("a").status_code == 200
+    before = engines(gate)
+    second = subprocess.run(gate.command(), env=gate.environment(), capture_output=True, text=True, timeout=20)
+    assert second.returncode == 2
+    assert "another gate is running with the state folder" in second.stderr
+    assert "Traceback" not in second.stderr
+    assert engines(gate) == before
+    assert gate.chat("a").status_code == 200
