@@ -78,6 +78,7 @@ DEFAULTS: dict[str, Any] = {
     "TURNSTILE_DRAIN_GRACE": None,
     "TURNSTILE_IMAGE_BATCH_MAX_WAIT": 60,
     "LLMC_OPEN_UNLOCK": False,
+    "LLMC_PREFETCH": True,
     "LLMC_ROLLBACK": True,
     "TURNSTILE_BYPASS": "wait",
     "TURNSTILE_BYPASS_POLL": 5.0,

@@ -42,6 +42,8 @@ from gpu_turnstile.gpu.gauge import Gauge
 from gpu_turnstile.gpu.select import open_card
 from gpu_turnstile.jobs import JobBook
 from gpu_turnstile.journal.active import Journal, load
+from gpu_turnstile.prefetch import Prefetcher
+from gpu_turnstile.presets.files import model_files
 from gpu_turnstile.presets.schema import Preset
 from gpu_turnstile.presets.store import PresetStore
 from gpu_turnstile.presets.values import Address
@@ -86,6 +88,7 @@ class App:
         self._timing = _timing(settings)
         self._ports: dict[str, int] = {}  # of engines whose preset names none
         self._docker: DockerHost | None = None
+        self.prefetcher = Prefetcher()
 
     async def start(self) -> None:
         """Raises StartError; then nothing is left running."""
@@ -223,6 +226,7 @@ class App:
 
     async def stop(self) -> None:
         self.gateway.stop_listening()
+        self.prefetcher.cancel()
         await self.bypass.stop()
         await self.arbiter.shutdown(self.settings.shutdown_timeout)
         await self._serving.stop()
@@ -367,6 +371,12 @@ class App:
     def _on_note(self, kind: str, fields: dict[str, object]) -> None:
         if kind == "evicting":
             self.gateway.close_idle(str(fields["tenant"]))
+        elif kind == "drain" and self.settings.llmc_prefetch:
+            preset = self.store.catalogue.presets.get(str(fields["target"]))
+            if preset is not None and preset.runtime.kind != "external":
+                self.prefetcher.begin(model_files(preset))
+        elif kind in ("swapped", "swap_failed"):
+            self.prefetcher.cancel()
         logs.narrate(kind, fields)
 
 

@@ -140,6 +140,9 @@ class Settings:
     llmc_lock_ttl_s: float = _setting(v.more_than_zero(_seconds), "900", "seconds a lock or a place in its queue lives")
     llmc_idle_unload_s: float = _setting(_seconds, "0", "seconds without work until an engine is stopped; 0 = never")
     llmc_open_unlock: bool = _setting(v.switch, "off", "anybody may end others' locks without force")
+    llmc_prefetch: bool = _setting(
+        v.switch, "on", "while a preset drains, the model files of the next one are read into the page cache"
+    )
     llmc_rollback: bool = _setting(v.switch, "on", "after a failed swap the preset that had to leave for it comes back")
     llmc_unknown_model: UnknownModel = _setting(
         lambda text: UnknownModel(v.one_of("error", "resident")(text)),

@@ -171,3 +171,20 @@ async def test_stopping_the_gate_leaves_no_engine_behind(tmp_path):
         pid = h.app.arbiter.seats["a"].runtime.pid
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+@run_async
+async def test_the_next_models_file_is_read_ahead_while_the_one_before_drains(tmp_path, wanted):
+    weights = tmp_path / "b.gguf"
+    weights.write_bytes(b"w" * (4 << 20))
+    async with house(tmp_path, [llama("a"), llama("b", path=str(weights))], llmc_prefetch=wanted) as h:
+        await h.chat("a")
+        progress = h.app.prefetcher.progress
+        async with h.streaming("a", 60):
+            late = asyncio.create_task(h.chat("b"))
+            await until(lambda: "drain" in h.kinds())
+            assert (h.app.prefetcher.progress is not progress) == wanted
+            if wanted:
+                await until(lambda: h.app.prefetcher.progress.read + h.app.prefetcher.progress.cached == 4 << 20)
+        assert (await late).status_code == 200
