@@ -29,6 +29,7 @@ format: $(VENV)/.ready  ## put the code into its form
 bench: $(VENV)/.ready  ## CPU and latency beside a Go reverse proxy and nginx; rewrites bench/RESULTS.md
 	$(BIN)/python bench/run.py --update --check
 	$(BIN)/python bench/waiting.py --check
+	$(BIN)/python bench/handover.py --check
 
 bench-quick: $(VENV)/.ready  ## the same in half a minute, writes nothing
 	$(BIN)/python bench/run.py --quick

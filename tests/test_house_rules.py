@@ -35,6 +35,8 @@ MAY_IMPORT = {
         "gpu",
         "engines.base",
         "seats",
+        "contention",
+        "journal",
     ),
     "sim": ("", "sim", "gpu.base"),
     "demo": ("demo", "sim"),
@@ -44,6 +46,7 @@ MAY_IMPORT = {
     "bypass": ("arbiter", "engines", "jobs", "seats"),
     "warm": ("arbiter", "core.model", "engines"),
     "settings": ("core.routes", "presets.values"),
+    "contention": ("journal.schema",),
     "tally": (),
     "prefetch": (),
 }

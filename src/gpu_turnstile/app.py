@@ -42,6 +42,7 @@ from gpu_turnstile.gpu.gauge import Gauge
 from gpu_turnstile.gpu.select import open_card
 from gpu_turnstile.jobs import JobBook
 from gpu_turnstile.journal.active import Journal, load
+from gpu_turnstile.journal.history import History, Lookout
 from gpu_turnstile.prefetch import Prefetcher
 from gpu_turnstile.presets.files import model_files
 from gpu_turnstile.presets.schema import Preset
@@ -109,6 +110,7 @@ class App:
         await self._find_containers()
         self._externals = list(self._external_seats())
         self.journal = Journal(self.state_dir)
+        self.history = History(self.state_dir)
         self.arbiter = Arbiter(
             self._seats(),
             _rules(settings, await self._gauge.read()),
@@ -123,6 +125,11 @@ class App:
             self.jobs,
             settings.turnstile_bypass_poll,
             wait=settings.turnstile_bypass == "wait",
+        )
+        self.arbiter.watch(self.history.take)
+        self.arbiter.on_lease_end = self.history.lease
+        self.lookout = Lookout(
+            self.history, read=self._gauge.read, ours=self._engine_pids, leases=self.arbiter.open_leases
         )
         self.control = Upstream("control", "unix:")
         self.gateway = Gateway(self.arbiter, self._table(), self.control, _options(settings), self.jobs.follow)
@@ -140,6 +147,8 @@ class App:
             bypass=self.bypass.view,
             image_jobs=self.jobs.ends,
             gauge=self._gauge,
+            history=self.history,
+            lookout=self.lookout,
             refresh=self.refresh,
             http=self._http,
         )
@@ -151,8 +160,10 @@ class App:
             ) from None
         self.gateway.control = Upstream("control", self._serving.url, idle_limit=30.0)
         await self._probe_externals()
+        self.history.start()
         await self.arbiter.start()
         self.bypass.start()
+        self.lookout.start()
         try:
             await self._listen()
         except StartError:
@@ -228,10 +239,12 @@ class App:
         self.gateway.stop_listening()
         self.prefetcher.cancel()
         await self.bypass.stop()
+        await self.lookout.stop()
         await self.arbiter.shutdown(self.settings.shutdown_timeout)
         await self._serving.stop()
         await self.gateway.close()
         self.journal.close()
+        await asyncio.to_thread(self.history.close)
         if self._docker is not None:
             await self._docker.close()
         await self._http.aclose()
@@ -350,6 +363,10 @@ class App:
 
     def _seat(self, tenant: Tenant, engine: object, runtime: Runtime) -> Seat:
         return Seat(tenant, engine, runtime, self._gauge, self._limits)  # type: ignore[arg-type]
+
+    def _engine_pids(self) -> list[int]:
+        found = (getattr(seat.runtime, "pid", None) for seat in self.arbiter.seats.values())
+        return [pid for pid in found if pid]
 
     def _has_external(self, name: str) -> bool:
         return any(seat.tenant.name == name for seat in self._externals)

@@ -59,13 +59,14 @@ from gpu_turnstile.tally import Histogram
 
 log = structlog.get_logger("arbiter")
 
+LeaseRow = tuple[int, str, str, str | None, float, float, str]
 Watcher = Callable[[str, dict[str, Any]], None]
 
 
 class Ticket:
     """A request for the card. After `acquire` exactly one of `tenant` and `refusal` is, or will be, set."""
 
-    __slots__ = ("_left", "number", "on_answer", "on_cut", "refusal", "since", "tenant")
+    __slots__ = ("_left", "client", "granted", "number", "on_answer", "on_cut", "owner", "refusal", "since", "tenant")
 
     def __init__(
         self,
@@ -81,6 +82,9 @@ class Ticket:
         self.on_answer = on_answer
         self.on_cut = on_cut
         self._left = False
+        self.client = ""
+        self.owner: str | None = None
+        self.granted: float | None = None  # when it became a lease
 
 
 @dataclass(slots=True)
@@ -131,6 +135,7 @@ class Arbiter:
         self._swap: asyncio.Task[None] | None = None
         self._order: StartSwap | StartUnload | None = None  # what that task carries out
         self._watchers: list[Watcher] = []
+        self.on_lease_end: Callable[[LeaseRow], None] | None = None  # hot: must not block or raise
         self._seated: dict[str, Seat] = {}  # what runs under a name now, whatever its preset says meanwhile
         self._positions: dict[int, int] = {}
         self._positions_at = 0.0
@@ -243,6 +248,7 @@ class Arbiter:
         number = self._number
         now = self._clock()
         ticket = Ticket(number, now, None, on_cut)
+        ticket.client = client
         self._tickets[number] = ticket
         self._feed(Request(number, wants, in_place, False, wait, client, owner, token))
         ticket.on_answer = on_answer
@@ -251,6 +257,7 @@ class Arbiter:
     def release(self, ticket: Ticket) -> None:
         """The work is done. Harmless for a lease that was cut."""
         if self._tickets.pop(ticket.number, None) is not None:
+            self._lease_ended(ticket, "released")
             self._feed(Release(ticket.number))
             if not self._scheduler.inflight:
                 self._last_left.set()
@@ -402,7 +409,7 @@ class Arbiter:
         if ticket is None:
             self._feed(Release(grant.ticket))
             return
-        ticket.tenant = grant.tenant
+        ticket.tenant, ticket.owner, ticket.granted = grant.tenant, grant.owner, self._clock()
         if ticket._left:
             self.release(ticket)
             return
@@ -431,8 +438,20 @@ class Arbiter:
     def _cut(self, tickets: tuple[int, ...], reason: str) -> None:
         for number in tickets:
             ticket = self._tickets.pop(number, None)
+            if ticket is not None:
+                self._lease_ended(ticket, "cut")
             if ticket is not None and ticket.on_cut is not None:
                 ticket.on_cut(reason)
+
+    def _lease_ended(self, ticket: Ticket, how: str) -> None:
+        if self.on_lease_end is not None and ticket.granted is not None and ticket.tenant is not None:
+            row = (ticket.number, ticket.tenant, ticket.client, ticket.owner, ticket.granted, self._clock(), how)
+            self.on_lease_end(row)
+
+    def open_leases(self) -> list[LeaseRow]:
+        """The leases of this moment, as far as they have come."""
+        now = self._clock()
+        return [(x.ticket, x.tenant, x.client, x.owner, x.since, now, "open") for x in self.snapshot().leases]
 
     def _set_timer(self, at: float | None) -> None:
         if self._timer is not None:

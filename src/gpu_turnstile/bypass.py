@@ -101,7 +101,8 @@ class BypassWatch:
     def _note(self, tenant: str, what: str) -> None:
         before = self._seen.get(tenant)
         if not what:
-            self._seen.pop(tenant, None)
+            if self._seen.pop(tenant, None) is not None:
+                self._arbiter.tell("bypass_end", {"tenant": tenant})
         elif before is None or before.what != what:
             self._seen[tenant] = Bypass(tenant, what, time.monotonic())
             self._arbiter.tell("bypass", {"tenant": tenant, "what": what})

@@ -110,9 +110,9 @@ def test_something_else_on_the_port_is_not_taken_for_the_gate() -> None:
 
 
 def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "authorization" not in gate_module.Gate("x")._http.headers
+    assert "authorization" not in gate_module.Gate("x").client._http.headers
     monkeypatch.setenv("TURNSTILE_API_KEY", "secret")
-    assert gate_module.Gate("x")._http.headers["authorization"] == "Bearer secret"
+    assert gate_module.Gate("x").client._http.headers["authorization"] == "Bearer secret"
 
 
 def test_the_gates_address(monkeypatch: pytest.MonkeyPatch) -> None:

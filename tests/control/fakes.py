@@ -85,6 +85,9 @@ class FakeRuntime:
     async def alive(self) -> bool:
         return self.running
 
+    async def adopt(self) -> bool:
+        return self.running
+
     def output(self) -> tuple[str, ...]:
         return ()
 

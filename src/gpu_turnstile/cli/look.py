@@ -19,14 +19,14 @@ EVERY = 1.0  # seconds between two looks of --watch
 def status(url: str | None, as_json: bool, watch: bool) -> None:
     gate = Gate(url)
     if not watch:
-        found = gate.get("/status")
+        found = _status(gate)
         if as_json:
             _print_json(found)
         else:
             show.console().print(show.status(found, gate.url))
     elif as_json:
         while True:
-            typer.echo(json.dumps(gate.get("/status")))
+            typer.echo(json.dumps(_status(gate)))
             time.sleep(EVERY)
     else:
         _watch(gate)
@@ -35,23 +35,22 @@ def status(url: str | None, as_json: bool, watch: bool) -> None:
 def _watch(gate: Gate) -> None:
     from rich.live import Live
 
-    with Live(show.status(gate.get("/status"), gate.url), console=show.console(), auto_refresh=False) as live:
+    with Live(show.status(_status(gate), gate.url), console=show.console(), auto_refresh=False) as live:
         while True:
             time.sleep(EVERY)
-            live.update(show.status(gate.get("/status"), gate.url), refresh=True)
+            live.update(show.status(_status(gate), gate.url), refresh=True)
 
 
 def mode(url: str | None, wish: str | None, model: str | None, as_json: bool) -> None:
     gate = Gate(url)
-    if wish is None:
-        found = gate.get("/mode")
-    else:
-        found = gate.post("/mode", {"mode": wish, **({} if model is None else {"model": model})})
+    with gate.calling() as ts:
+        found = ts.mode(wish, model)
     _report(found, as_json)
 
 
 def unload(url: str | None, as_json: bool) -> None:
-    found = Gate(url).post("/unload")
+    with Gate(url).calling() as ts:
+        found = ts.unload()
     _report(found, as_json)
     if found["residents"] and not as_json:
         typer.echo("not empty yet: it is unloaded as soon as the requests in flight are done", err=True)
@@ -85,6 +84,11 @@ def events(url: str | None, follow: bool, count: int, since: int | None, as_json
     for found in gate.events(last, follow=True):
         put(found)
     fail("the gate has ended the stream: it is shutting down", NO_GATE)
+
+
+def _status(gate: Gate) -> dict[str, Any]:
+    with gate.calling() as ts:
+        return ts.status()
 
 
 def _print_json(found: Any) -> None:

@@ -2,7 +2,8 @@
 
 Start-up is kept short: this module imports nothing heavier than typer, every command imports what it needs.
 
-Exit codes: 0 done · 1 it did not work · 2 the command, a setting or a preset is wrong · 3 no gate answers.
+Exit codes: 0 done · 1 it did not work · 2 the command, a setting or a preset is wrong · 3 no gate answers ·
+4 others hold the lock · 5 your lock is gone. `run`: the command's own, 128 + signal, or 125 to 127 if it never ran.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from typing import Annotated
 
 import typer
 
+from gpu_turnstile.cli import commands
+from gpu_turnstile.cli.commands import Json, Url
+
 LEVELS = ("debug", "info", "warn", "error")
 
 app = typer.Typer(
@@ -21,16 +25,12 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Exit codes: 0 done, 1 it did not work, 2 wrong usage, setting or preset, 3 no gate answers.",
+    epilog="Exit codes: 0 done, 1 it did not work, 2 wrong usage, setting or preset, 3 no gate answers, 4 others hold "
+    "the lock, 5 your lock is gone. run: the command's own, 128 + signal, 125 to 127 if it never ran.",
 )
 presets_app = typer.Typer(help="Presets: what can hold the card.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(presets_app, name="presets")
 
-Url = Annotated[
-    str | None,
-    typer.Option("--url", envvar="TURNSTILE_URL", help="The gate. [default: this machine, LISTEN_OLLAMA's port]"),
-]
-Json = Annotated[bool, typer.Option("--json", help="JSON for programs.")]
 Config = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="The .env file with settings.")]
 PresetsDir = Annotated[
     Path | None, typer.Option("--presets", metavar="DIR", help="[default: ./presets, else your configuration folder]")
@@ -99,6 +99,9 @@ def events(
     from gpu_turnstile.cli import look
 
     look.events(url, follow, count, since, as_json)
+
+
+commands.add(app)
 
 
 @presets_app.command("check")

@@ -33,7 +33,15 @@ def console() -> Console:
 
 def status(found: dict[str, Any], url: str) -> RenderableType:
     parts: list[RenderableType] = [_headline(found, url), _facts(found)]
-    parts += _section(
+    parts += work(found)
+    parts += _section("engines", ("NAME", "MODE", "ENGINE", "RUN BY", "CARD", "URL"), map(_engine, found["engines"]))
+    parts += [Text.assemble(("! ", "yellow"), clean(line)) for line in found["warnings"]]
+    return Group(*parts)
+
+
+def work(found: dict[str, Any]) -> list[RenderableType]:
+    """Who has the card, and who waits for it."""
+    parts = _section(
         "in flight",
         ("PRESET", "CLIENT", "FOR"),
         [(h["tenant"], h["client"], ago(h["age_s"])) for h in found["inflight"]],
@@ -48,9 +56,7 @@ def status(found: dict[str, Any], url: str) -> RenderableType:
         ("PROMPT", "PHASE", "FOR"),
         [(j["prompt_id"], j["phase"], ago(j["age_s"])) for j in found["jobs"]],
     )
-    parts += _section("engines", ("NAME", "MODE", "ENGINE", "RUN BY", "CARD", "URL"), map(_engine, found["engines"]))
-    parts += [Text.assemble(("! ", "yellow"), clean(line)) for line in found["warnings"]]
-    return Group(*parts)
+    return parts
 
 
 def _headline(found: dict[str, Any], url: str) -> Text:
@@ -106,6 +112,25 @@ def _lock(locks: dict[str, Any]) -> str:
         return waiting.removeprefix("; ")
     owners = ", ".join(f"{clean(owner)} for {ago(o['expires_in'])}" for owner, o in locks["owners"].items())
     return f"{clean(locks['preset'])}, held by {owners}{waiting}"
+
+
+def holders(locks: dict[str, Any]) -> str:
+    """The lock, in a line of its own."""
+    if not locks.get("preset"):
+        entitled = locks.get("entitled")
+        return f"free, and {clean(entitled)} is next" if entitled else "free"
+    owners = ", ".join(
+        f"{clean(name)} (since {ago(o['held'])}, until {ago(o['expires_in'])} of silence)"
+        for name, o in locks["owners"].items()
+    )
+    return f"{clean(locks['preset'])} is locked by {owners}"
+
+
+def lock_queue(locks: dict[str, Any]) -> list[RenderableType]:
+    rows = [
+        (w["position"], w["owner"], w["preset"], ago(w["waited"]), ago(w["expires_in"])) for w in locks.get("queue", [])
+    ]
+    return _section("waiting for the lock", ("#", "OWNER", "PRESET", "FOR", "STALE IN"), rows)
 
 
 def memory(card: dict[str, Any]) -> str:

@@ -5,7 +5,19 @@ from __future__ import annotations
 from fastapi import FastAPI
 
 from gpu_turnstile import __version__
-from gpu_turnstile.control import docs, events, health, locks, metrics, mode, models, native, problems, release
+from gpu_turnstile.control import (
+    contention,
+    docs,
+    events,
+    health,
+    locks,
+    metrics,
+    mode,
+    models,
+    native,
+    problems,
+    release,
+)
 from gpu_turnstile.control.external import OllamaListing
 from gpu_turnstile.control.feed import Feed
 from gpu_turnstile.control.house import House
@@ -37,6 +49,6 @@ def create_app(house: House) -> FastAPI:
     app.state.feed = Feed(house.arbiter)
     app.state.ollama = OllamaListing()
     problems.install(app)
-    for room in (health, mode, locks, release, models, native, events, metrics, docs):
+    for room in (health, mode, locks, release, models, native, events, contention, metrics, docs):
         app.include_router(room.router)
     return app

@@ -13,6 +13,7 @@ import httpx
 from gpu_turnstile.arbiter import Arbiter
 from gpu_turnstile.gateway.server import Gateway
 from gpu_turnstile.gpu.gauge import Gauge
+from gpu_turnstile.journal.history import History, Lookout
 from gpu_turnstile.presets.store import PresetStore
 from gpu_turnstile.settings import Settings
 
@@ -39,4 +40,6 @@ class House:
     bypass: Callable[[], list[dict[str, Any]]] = list
     image_jobs: dict[str, int] = field(default_factory=dict)
     gauge: Gauge | None = None
+    history: History | None = None
+    lookout: Lookout | None = None
     http: httpx.AsyncClient | None = None

@@ -236,6 +236,7 @@ class Grant:
 
     ticket: int
     tenant: str
+    owner: str | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,6 +331,7 @@ class Held:
     tenant: str
     client: str
     since: float
+    owner: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

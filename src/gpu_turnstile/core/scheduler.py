@@ -266,7 +266,7 @@ class Scheduler:
         elif not resident.leases:
             resident.idle_since = now
             self._rearm(now, out)
-        out.append(Grant(ticket, resident.tenant.name))
+        out.append(Grant(ticket, resident.tenant.name, owner))
 
     def _busy(self, ticket: int, why: str) -> Refuse:
         return Refuse(ticket, Code.BUSY, why, self.rules.retry_after)
@@ -310,7 +310,7 @@ class Scheduler:
             return self._leave(now, out)
         queue, resident = head
         if resident is not None:
-            self._drain = None
+            self._end_drain(out)
             if not self._compatible(resident):
                 return False
             ticket = self._line.leave(queue.head.number)
@@ -438,12 +438,18 @@ class Scheduler:
                 if resident.tenant.exclusive:
                     break
 
+    def _end_drain(self, out: list[Effect]) -> None:
+        """Whoever the card was to be emptied for does not want it any more, or got it without."""
+        if self._drain is not None:
+            self._drain = None
+            out.append(Note("drain_end", {}))
+
     def _leave(self, now: float, out: list[Effect]) -> bool:
         """Nobody waits. Residents whose preset is gone, or who lingered long enough, leave."""
         stale = {n: r for n, r in self._residents.items() if r.stale}
         if stale:
             return self._make_room(None, stale, now, out)
-        self._drain = None
+        self._end_drain(out)
         if self._restore is not None and not self._residents and not self._closing:
             back, self._restore = self._tenants.get(self._restore), None
             if back is not None and self._locks.allows((back.name,)):
@@ -821,9 +827,9 @@ class Scheduler:
             target=self._bound_for,
             drain_deadline=self._deadline(self._drain) if self._drain else None,
             leases=tuple(
-                Held(ticket, r.tenant.name, client, since)
+                Held(ticket, r.tenant.name, client, since, owner)
                 for r in self._residents.values()
-                for ticket, (client, since, _) in r.leases.items()
+                for ticket, (client, since, owner) in r.leases.items()
             ),
             waiting=tuple(self._line.view(self._bound_for)),
             locks=self._locks.standing(now),

@@ -76,6 +76,7 @@ _CONTROL = frozenset(
         "/lock",
         "/unlock",
         "/unload",
+        "/contention",
         "/events",
         "/ui",
         "/docs",

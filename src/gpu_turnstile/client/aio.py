@@ -1,0 +1,232 @@
+"""The client for asyncio: the calls of `sync`, to await. The heartbeat is a task.
+
+`ts.lock(…)` is a promise: `await` it for a lock without a heartbeat, or `async with` it for one that is kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Mapping
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from gpu_turnstile.client import wire
+from gpu_turnstile.client.errors import BadRequest, Locked, StaleLock, TurnstileError, Unreachable
+from gpu_turnstile.client.keeper import FAREWELL, RETRY, Held, Keeper
+from gpu_turnstile.client.shapes import Event, Granted, Queued, Unlocked
+
+log = logging.getLogger("gpu_turnstile.client")
+
+
+class AsyncTurnstile:
+    """A gate; see `Turnstile`, whose arguments and errors these are."""
+
+    def __init__(
+        self, url: str | None = None, key: str | None = None, owner: str | None = None, *, client: str | None = None
+    ) -> None:
+        self.url = wire.url(url)
+        self.owner = owner or f"{wire.who()}:{os.getpid()}"
+        self._http = httpx.AsyncClient(**wire.options(key, client))
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def __aenter__(self) -> AsyncTurnstile:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    # ------------------------------------------------------------------------------------------------- looking
+
+    async def status(self) -> dict[str, Any]:
+        return await self._object(wire.Call("GET", "/status"))
+
+    async def mode(self, mode: str | None = None, model: str | None = None) -> dict[str, Any]:
+        return await self._object(wire.mode(mode, model))
+
+    async def unload(self) -> dict[str, Any]:
+        return await self._object(wire.unload())
+
+    async def models(self) -> list[dict[str, Any]]:
+        return list((await self._object(wire.Call("GET", "/v1/models")))["data"])
+
+    async def contention(
+        self, since: str, until: str | None = None, query: Mapping[str, Iterable[str]] | None = None
+    ) -> dict[str, Any]:
+        return await self._object(wire.contention(since, until, query or {}))
+
+    async def metrics(self) -> str:
+        return wire.text(await self._send(wire.Call("GET", "/metrics")))
+
+    async def events(self, since: int | None = None, follow: bool = True) -> AsyncIterator[Event]:
+        limits = httpx.Timeout(wire.QUIET, connect=wire.CONNECT)
+        query = wire.events_query(since, follow)
+        try:
+            async with self._http.stream("GET", self.url + "/events", params=query, timeout=limits) as reply:
+                if not reply.is_success:
+                    await reply.aread()
+                    wire.read(wire.Call("GET", "/events"), reply)
+                wire.check_identity(reply)
+                lines = wire.EventLines()
+                async for line in reply.aiter_lines():
+                    for event in lines.feed(line):
+                        yield event
+        except (httpx.HTTPError, httpx.InvalidURL) as problem:
+            raise wire.absent(self.url, problem) from problem
+
+    # --------------------------------------------------------------------------------------------------- locks
+
+    def lock(
+        self,
+        preset: str | None = None,
+        owner: str | None = None,
+        ttl: float | None = None,
+        wait: bool | float = False,
+        token: int | None = None,
+        *,
+        requeue: bool = False,
+        on_wait: Callable[[AsyncLock], None] | None = None,
+        on_lost: Callable[[AsyncLock], None] | None = None,
+    ) -> AsyncLock:
+        """Take the lock, when it is awaited or entered; see `Turnstile.lock`."""
+        return AsyncLock(self, Keeper(preset, owner or self.owner, ttl, wait, token, requeue), on_wait, on_lost)
+
+    async def renew(
+        self, owner: str | None = None, ttl: float | None = None, token: int | None = None
+    ) -> Granted | Queued:
+        call = wire.renew(owner or self.owner, ttl, token)
+        return wire.read_lock(call, await self._send(call))
+
+    async def unlock(
+        self, owner: str | None = None, token: int | None = None, *, force: bool = False, everybody: bool = False
+    ) -> Unlocked:
+        call = wire.unlock(None if everybody else owner or self.owner, token, force)
+        return wire.read_unlock(call, await self._send(call))
+
+    async def release(self, reason: str) -> list[dict[str, Any]]:
+        return list((await self._object(wire.release(reason)))["released"])
+
+    # --------------------------------------------------------------------------------------------------- doing
+
+    async def _object(self, call: wire.Call) -> dict[str, Any]:
+        return wire.read(call, await self._send(call))
+
+    async def _send(self, call: wire.Call) -> httpx.Response:
+        if self._http.is_closed:
+            raise Unreachable("this client was closed")
+        try:
+            return await self._http.request(call.method, self.url + call.path, json=call.body, timeout=call.timeout)
+        except (httpx.HTTPError, httpx.InvalidURL) as problem:
+            raise wire.absent(self.url, problem) from problem
+
+    async def _try_lock(self, call: wire.Call) -> Granted | Queued | TurnstileError:
+        try:
+            return wire.read_lock(call, await self._send(call))
+        except TurnstileError as problem:
+            return problem
+
+
+class AsyncLock(Held):
+    """A lock; see `Lock`. `lost` is an asyncio.Event."""
+
+    def __init__(
+        self,
+        gate: AsyncTurnstile,
+        keeper: Keeper,
+        on_wait: Callable[[AsyncLock], None] | None,
+        on_lost: Callable[[AsyncLock], None] | None,
+    ) -> None:
+        self.lost = asyncio.Event()
+        self._gate = gate
+        self._keeper = keeper
+        self._on_wait, self._on_lost = on_wait, on_lost
+        self._task: asyncio.Task[None] | None = None
+        self._ended = False
+
+    def __await__(self) -> Generator[Any, None, AsyncLock]:
+        return self._take().__await__()
+
+    async def __aenter__(self) -> AsyncLock:
+        if self._keeper.granted is None:
+            await self._take()
+        self._task = asyncio.create_task(self._beat(), name="turnstile-heartbeat")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.release()
+
+    async def release(self, limit: float = FAREWELL) -> bool:
+        """End it; see `Lock.release`."""
+        if self._ended:
+            return True
+        if self._task is not None and self._task is not asyncio.current_task():
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        self._ended = await self._farewell(limit)
+        return self._ended
+
+    # --------------------------------------------------------------------------------------------------- doing
+
+    async def _take(self) -> AsyncLock:
+        try:
+            while True:
+                sent = time.monotonic()
+                outcome = await self._gate._try_lock(self._keeper.ask(sent))
+                pause = self._keeper.asked(outcome, sent, time.monotonic())
+                if pause is None:
+                    return self
+                if self._on_wait is not None:
+                    self._on_wait(self)
+                await asyncio.sleep(pause)
+        except BaseException as problem:
+            if not self._keeper.nothing_left(problem):
+                await self._farewell(0.0)
+            raise
+
+    async def _beat(self) -> None:
+        pause: float | None = self._keeper.beat_every
+        while pause is not None:
+            await asyncio.sleep(pause)
+            sent = time.monotonic()
+            outcome = await self._gate._try_lock(self._keeper.beat())
+            pause = self._keeper.beaten(outcome, sent, time.monotonic())
+            self._tell()
+
+    def _tell(self) -> None:
+        if self._keeper.lost is None:
+            self.lost.clear()
+            return
+        if self.lost.is_set():
+            return
+        self.lost.set()
+        log.warning("the lock on %s is lost: %s", self.preset, self._keeper.lost)
+        if self._on_lost is not None:
+            try:
+                self._on_lost(self)
+            except Exception:
+                log.exception("on_lost failed")
+
+    async def _farewell(self, limit: float) -> bool:
+        call = self._keeper.farewell()
+        until = time.monotonic() + limit
+        while call is not None:
+            try:
+                wire.read_unlock(call, await self._gate._send(call))
+            except StaleLock:
+                break
+            except TurnstileError as problem:
+                if time.monotonic() >= until or isinstance(problem, (BadRequest, Locked)):
+                    log.warning("the lock of %s was not let go, its TTL will do it: %s", self.owner, problem)
+                    return False
+                await asyncio.sleep(RETRY / 4)
+                continue
+            break
+        return True

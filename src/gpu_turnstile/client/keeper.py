@@ -1,0 +1,203 @@
+"""How a lock is taken and kept, decided without a thread, a task or a socket.
+
+The clients do what it says: send a call, tell it the outcome with the time, wait as long as it says. One keeper is one
+wish of one owner. What it promises:
+
+- While queued it asks again before the place goes stale, also through a restart of the gate.
+- While held it renews at a third of the TTL, naming its token, so that it never prolongs somebody else's hold.
+- Only the gate's word makes a lock lost; a gate that is silent does not, because the time it is away does not count.
+- What was begun is ended: `farewell` is the call that leaves nothing of it behind.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from gpu_turnstile.client import wire
+from gpu_turnstile.client.errors import BadRequest, Locked, NotHeld, StaleLock, TurnstileError, Unavailable, Unreachable
+from gpu_turnstile.client.shapes import Granted, Queued
+
+HEAD_POLL = 2.0  # seconds: who is next asks more often, so that the card does not stand idle
+RETRY = 1.0  # seconds between attempts while the gate does not answer
+FAREWELL = 10.0  # seconds an unlock is tried for; then the TTL does it
+
+
+@dataclass
+class Keeper:
+    """`wait`: False = fail at once, True = queue, a number = queue that many seconds. `ttl` None = the gate's own."""
+
+    preset: str | None
+    owner: str
+    ttl: float | None = None
+    wait: bool | float = False
+    token: int | None = None  # given: "only if that hold of mine still lives"; then the hold's own
+    requeue: bool = False
+    granted: Granted | None = None
+    confirmed: float = 0.0  # when the last call was sent that the gate answered with the lock
+    queued: Queued | None = None
+    trouble: TurnstileError | None = None  # why the last call did not work, while it may again
+    lost: TurnstileError | None = None
+    _asked: bool = False
+    _deadline: float | None = None
+
+    # ----------------------------------------------------------------------------------------------- taking it
+
+    def ask(self, now: float) -> wire.Call:
+        """The next call to get the lock."""
+        if self._deadline is None and self.waits and not isinstance(self.wait, bool):
+            self._deadline = now + self.wait
+        self._asked = True
+        return wire.lock(self.preset, self.owner, self.ttl, self.waits, self.token)
+
+    def asked(self, outcome: Granted | Queued | TurnstileError, sent: float, now: float) -> float | None:
+        """None: it is held. A number: ask again after so many seconds. Raises what cannot be waited for."""
+        match outcome:
+            case Granted():
+                self._have(outcome, sent)
+                return None
+            case Queued():
+                self.queued, self.trouble = outcome, None
+                pause = outcome.retry_after if outcome.position > 1 else min(outcome.retry_after, HEAD_POLL)
+            case Unreachable() | Unavailable() if self.queued is not None:
+                self.trouble, pause = outcome, RETRY
+            case TurnstileError():
+                raise outcome
+        if self._deadline is None:
+            return pause
+        if now >= self._deadline:
+            raise self._given_up()
+        return min(pause, self._deadline - now)
+
+    @property
+    def waits(self) -> bool:
+        return self.wait is True or self.wait > 0
+
+    def _given_up(self) -> TurnstileError:
+        if self.trouble is not None:
+            return self.trouble
+        assert self.queued is not None
+        place = self.queued
+        return Locked(
+            f"{place.preset!r} was not free within {self.wait:g} s; the place in the queue (position "
+            f"{place.position}) was given up",
+            owners=place.owners,
+            queue=place.queue,
+            preset=place.raw.get("preset"),
+            status=202,
+            retry_after=place.retry_after,
+        )
+
+    # ---------------------------------------------------------------------------------------------- keeping it
+
+    @property
+    def beat_every(self) -> float:
+        assert self.granted is not None
+        return self.granted.ttl / 3
+
+    def beat(self) -> wire.Call:
+        """The heartbeat, or, after a loss that shall be made good, the next call for the lock."""
+        if self.lost is not None:
+            return wire.lock(self.preset, self.owner, self.ttl, True, None)
+        return wire.renew(self.owner, None, self.token)
+
+    def beaten(self, outcome: Granted | Queued | TurnstileError, sent: float, now: float) -> float | None:
+        """Seconds until the next beat; None = there is nothing left to keep. `lost` says whether it is held."""
+        match outcome:
+            case Granted():
+                self._have(outcome, sent)
+                return self.beat_every
+            case Queued():
+                self.queued, self.trouble = outcome, None
+                return min(outcome.retry_after, HEAD_POLL) if outcome.position == 1 else outcome.retry_after
+            case TurnstileError() if self.lost is not None:
+                self.trouble = outcome
+                return None if isinstance(outcome, BadRequest) else max(RETRY, outcome.retry_after or 0.0)
+            case StaleLock() | NotHeld():
+                return self._lose(outcome)
+            case TurnstileError():
+                self.trouble = outcome
+                if self.expires_in(now) <= 0 and not isinstance(outcome, Unreachable):
+                    return self._lose(outcome)
+                return min(RETRY, self.beat_every)
+
+    def expires_in(self, now: float) -> float:
+        """Seconds of silence that are left as far as is known here: at least so many, if the gate did not say else."""
+        if self.granted is None or self.lost is not None:
+            return 0.0
+        return max(0.0, self.confirmed + self.granted.ttl - now)
+
+    def _have(self, granted: Granted, sent: float) -> None:
+        self.granted, self.token, self.confirmed = granted, granted.token, sent
+        self.preset = granted.preset  # "whatever is on the card" means this one from now on
+        self.queued = self.lost = self.trouble = None
+
+    def _lose(self, why: TurnstileError) -> float | None:
+        self.lost, self.trouble = why, None
+        return 0.0 if self.requeue else None
+
+    # ------------------------------------------------------------------------------------------------- the end
+
+    def nothing_left(self, problem: BaseException) -> bool:
+        """Whether the gate surely has nothing of this wish after `problem`: it refused, or was never reached."""
+        answered = isinstance(problem, TurnstileError) and not (isinstance(problem, Unreachable) and problem.sent)
+        return answered and self.queued is None
+
+    def farewell(self) -> wire.Call | None:
+        """The call that ends the hold, or the place in the queue; None = there is nothing to end.
+
+        A hold is ended by its token, so nobody's later hold under the same name ends with it. A place has none.
+        """
+        if self.granted is not None and self.lost is None:
+            return wire.unlock(self.owner, self.token, False)
+        waiting = self._asked and self.granted is None
+        if waiting and self.queued is not None and any(o.owner == self.owner for o in self.queued.owners):
+            return None  # it holds another preset, which an unlock would end too; the place ends by silence
+        return wire.unlock(self.owner, None, False) if waiting or self.requeue else None
+
+
+class Held:
+    """What both clients' locks tell of theirs."""
+
+    _keeper: Keeper
+
+    @property
+    def preset(self) -> str | None:
+        return self._keeper.preset
+
+    @property
+    def owner(self) -> str:
+        return self._keeper.owner
+
+    @property
+    def token(self) -> int:
+        return self._keeper.token or 0
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """For requests under the lock: they refresh it, and run only while it is yours."""
+        return {"X-Turnstile-Lock": str(self.token), "X-Turnstile-Client": wire.label(self.owner)}
+
+    @property
+    def granted(self) -> Granted | None:
+        """The gate's last word on it."""
+        return self._keeper.granted
+
+    @property
+    def queued(self) -> Queued | None:
+        """The place in the queue, while it waits."""
+        return self._keeper.queued
+
+    @property
+    def expires_in(self) -> float:
+        """Seconds of silence it survives, as far as is known here."""
+        return self._keeper.expires_in(time.monotonic())
+
+    @property
+    def why_lost(self) -> TurnstileError | None:
+        return self._keeper.lost
+
+    @property
+    def trouble(self) -> TurnstileError | None:
+        """Why the last call did not work, while the next may: mostly a gate that restarts."""
+        return self._keeper.trouble
