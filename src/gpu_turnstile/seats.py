@@ -17,7 +17,7 @@ from gpu_turnstile.core.model import Tenant
 from gpu_turnstile.engines.base import Engine, Health, Released
 from gpu_turnstile.gpu.base import Reading
 from gpu_turnstile.gpu.gauge import Gauge
-from gpu_turnstile.gpu.settle import Settled, SettleState, wait_free
+from gpu_turnstile.gpu.settle import Settled, SettleState, wait_free, wait_still
 from gpu_turnstile.runtimes.base import Runtime, StartFailed, StopFailed
 
 log = structlog.get_logger("seats")
@@ -167,6 +167,8 @@ class Seat:
             said, well = await self._release(began + self._limits.free)
             left = max(0.0, began + self._limits.free - time.monotonic())
         settled = await self._settle(before, held, need, left)
+        if not self.owned and self._before is not None:
+            await wait_still(self._gauge, self._before.used + CONTEXT, left, poll=SETTLE_POLL)
         self._held = None
         gone = not self.owned or settled.state is not SettleState.TIMEOUT
         back = settled.state in (SettleState.FREE, SettleState.STABLE)

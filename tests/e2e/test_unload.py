@@ -409,3 +409,15 @@ async def test_without_a_card_to_read_the_engines_lists_decide_and_the_events_sa
         assert await timed(prompt(h, 0.05)) > 0.3
         assert sure(h) == [False]
         assert (await chat(h)).status_code == 200
+
+
+@run_async
+async def test_memory_of_a_model_that_is_listed_no_more_is_waited_for_too(tmp_path):
+    """Ollama changed its model a moment ago: the first one's memory is still on its way back."""
+    async with street(tmp_path) as h:
+        await chat(h)
+        h.card.hold("ollama", 3 << 30, part="the one before")
+        h.card.free("ollama", part="the one before", after=0.25)
+        assert (await prompt(h, 0.02)).status_code == 200
+        await idle(h)
+        assert not h.card.held_by("ollama")

@@ -167,5 +167,19 @@ async def wait_free(
         await asyncio.sleep(poll)
 
 
+async def wait_still(gauge: Gauge, above: int, timeout: float, *, poll: float = 0.1) -> None:
+    """Return when no more than `above` bytes are used, or when what is used has lain still for a while, or in time.
+
+    For memory that nobody accounts for: it may be on its way back, or belong to somebody else and stay.
+    """
+    began = time.monotonic()
+    still = _Run(began)
+    while time.monotonic() - began < timeout:
+        reading = await gauge.read()
+        if reading is None or reading.used <= above or still.goes_on(reading.used, time.monotonic()):
+            return
+        await asyncio.sleep(poll)
+
+
 def _gb(size: int) -> str:
     return f"{size / 2**30:.1f} GB"
