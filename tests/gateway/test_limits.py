@@ -167,12 +167,12 @@ async def test_a_slow_body_that_goes_on_is_not_too_slow(head):
 
 @run_async
 async def test_a_body_the_engine_holds_up_is_not_the_clients_fault():
-    async with bench(body_timeout=LIMIT * 4) as b:
+    async with bench(body_timeout=LIMIT) as b:
         size = 48 << 20
 
         async def late(reader, writer):
             writer.transport.pause_reading()
-            await asyncio.sleep(LIMIT * 10)
+            await asyncio.sleep(LIMIT * 4)
             writer.transport.resume_reading()
             await reader.readuntil(b"\r\n\r\n")
             left = size
@@ -187,6 +187,22 @@ async def test_a_body_the_engine_holds_up_is_not_the_clients_fault():
         await client.send(b"z" * size)
         assert (await client.response())[0] == 200
         server.close()
+
+
+@run_async
+async def test_a_client_that_may_go_on_gets_its_whole_time_again():
+    """A look at the clock between the engine's first read and the client's next byte ended the upload."""
+    async with bench(body_timeout=LIMIT) as b:
+        b.engine.answer(OK)
+        client = await b.client()
+        await client.send(UPLOAD + b"Content-Length: 4\r\n\r\nab")
+        (connection,) = await until(lambda: [c for c in b.gateway.connections if c.exchange is not None])
+        connection.pause("upload")
+        await asyncio.sleep(LIMIT * 4)
+        connection.resume("upload")
+        connection.check(time.monotonic())
+        await client.send(b"cd")
+        assert (await client.response())[0] == 200
 
 
 @run_async

@@ -506,6 +506,7 @@ class ClientConnection(asyncio.Protocol):
         if self._pauses and reason in self._pauses:
             self._pauses.discard(reason)
             if not self._pauses and not self.transport.is_closing():
+                self._since = time.monotonic()  # the client could not go on before
                 self.transport.resume_reading()
 
     def take_early(self) -> bytes:
