@@ -31,7 +31,7 @@ from gpu_turnstile.core.routes import Directory
 from gpu_turnstile.engines.base import Health, Loaded, Probe, Release, Released
 from gpu_turnstile.gateway.paths import Site
 from gpu_turnstile.gateway.server import Gateway, Options, Table
-from gpu_turnstile.gateway.upstream import Upstream
+from gpu_turnstile.gateway.upstream import PROOF, Upstream
 from gpu_turnstile.gpu.gauge import Gauge
 from gpu_turnstile.gpu.none import NoCard
 from gpu_turnstile.runtimes.external import ExternalRuntime
@@ -52,6 +52,11 @@ def post(path: str, body: Any = None, *headers: str, raw: bytes | None = None) -
 
 def get(path: str, *headers: str, method: str = "GET") -> bytes:
     return "\r\n".join([f"{method} {path} HTTP/1.1", "Host: gate", *headers, "", ""]).encode()
+
+
+async def proved() -> None:
+    """Time for the gate to see that the engine keeps its connections: the next request comes on the last one's."""
+    await asyncio.sleep(PROOF * 1.2)
 
 
 def chunk(data: bytes) -> bytes:

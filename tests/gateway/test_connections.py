@@ -13,7 +13,7 @@ import pytest
 
 from gpu_turnstile.gateway.paths import Site
 from tests.aio import run_async, until
-from tests.gateway.bench import OK, SSE, Bench, RawClient, bench, chunk, get, post
+from tests.gateway.bench import OK, SSE, Bench, RawClient, bench, chunk, get, post, proved
 
 CHAT = {"model": "m", "messages": []}
 
@@ -95,6 +95,43 @@ async def test_posts_after_the_engines_idle_limit_are_each_answered_and_served_o
         assert numbers(b) == list(range(30))
 
 
+@pytest.mark.parametrize("late", [0.0, 0.001, 0.01])
+@run_async
+async def test_an_engine_that_closes_behind_each_stream_without_saying_so_loses_no_request(late):
+    """As llama.cpp does; the next request of the same client is on its way before the end can be seen."""
+    async with bench() as b:
+
+        async def stream_and_close(connection, seen):
+            await connection.send(SSE + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+            await asyncio.sleep(late)
+            connection.writer.close()
+
+        b.engine.script(stream_and_close)
+        client = await b.client()
+        for number in range(40):
+            await client.send(post("/api/chat", numbered(number)))
+            assert (await client.response())[0] == 200
+        assert numbers(b) == list(range(40))
+
+
+@run_async
+async def test_an_engine_that_keeps_its_connections_is_asked_on_few_of_them():
+    async with bench() as b:
+        b.engine.answer()
+        client = await b.client()
+        began = time.monotonic()
+        while time.monotonic() - began < 0.4:
+            await client.send(post("/api/chat", numbered(1)))
+            assert (await client.response())[0] == 200
+        proving = {seen.connection for seen in b.engine.seen}
+        at = len(b.engine.seen)
+        for _ in range(50):
+            await client.send(post("/api/chat", numbered(1)))
+            assert (await client.response())[0] == 200
+        assert len({seen.connection for seen in b.engine.seen[at:]} - proving) == 0
+        assert len({seen.connection for seen in b.engine.seen[at:]}) == 1
+
+
 @pytest.mark.parametrize("method", ["close", "reset"])
 @run_async
 async def test_a_connection_closed_behind_its_answer_is_not_used_again(method):
@@ -128,6 +165,7 @@ async def die_on_the_second(b: Bench, how: str) -> RawClient:
     client = await b.client()
     await client.send(get("/api/tags"))
     assert (await client.response())[0] == 200
+    await proved()
     return client
 
 

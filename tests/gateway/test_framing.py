@@ -11,7 +11,7 @@ import brotli
 import pytest
 
 from tests.aio import run_async, until
-from tests.gateway.bench import NDJSON, OK, SSE, bench, chunk, get, post
+from tests.gateway.bench import NDJSON, OK, SSE, bench, chunk, get, post, proved
 from tests.gateway.oracle import h11_response, llhttp_response
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True}
@@ -104,6 +104,7 @@ async def test_an_answer_to_head_has_no_body_whatever_its_fields_say(framing):
             head = await client.read_until(b"\r\n\r\n")
             assert head.endswith(b"\r\n\r\n")
             assert f"{framing}\r\n".encode() in head
+            await proved()
         assert len(b.engine.connections) == 1 or framing == "A: b"
 
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 
 from tests.aio import run_async, until
-from tests.gateway.bench import NDJSON, OK, SSE, bench, chunk, get, post
+from tests.gateway.bench import NDJSON, OK, SSE, bench, chunk, get, post, proved
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -34,6 +34,7 @@ async def test_connections_are_kept_alive_on_both_sides():
             await client.send(post("/api/chat", CHAT))
             status, _, body = await client.response()
             assert (status, body) == (200, b"{}")
+            await proved()
         assert len(b.engine.connections) == 1
 
 

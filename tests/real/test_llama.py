@@ -56,6 +56,19 @@ async def test_the_official_client_streams_through_the_gate(tmp_path):
 
 
 @run_async
+async def test_streams_one_behind_the_other_all_arrive(tmp_path):
+    """llama.cpp closes the connection behind each stream and does not say so."""
+    async with house(tmp_path, two(tmp_path)[:1], turnstile_gpu="none") as h:
+
+        async def client() -> list[int]:
+            body = {"model": "one", "stream": True, "max_tokens": 2, "messages": [{"role": "user", "content": "x"}]}
+            return [(await h.http.post(f"{h.gate}/v1/chat/completions", json=body)).status_code for _ in range(60)]
+
+        for answers in await asyncio.gather(client(), client(), client()):
+            assert answers == [200] * 60
+
+
+@run_async
 async def test_a_real_engine_killed_in_its_answer_is_respawned(tmp_path):
     async with house(tmp_path, two(tmp_path), turnstile_gpu="none") as h:
         async with h.streaming("one", max_tokens=20_000) as lines:

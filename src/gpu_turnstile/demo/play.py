@@ -139,17 +139,14 @@ async def _script(set_up: Stage, c: Clients, teller: Teller) -> None:
     )  # fmt: skip
     say("—", "Scene 5: a model nobody knows swaps nothing.")
     before = len(c.outcomes)
-    await c.chat("jan", "koder", expect="404 unknown_model") if await _owned_only(set_up) else None
+    await c.refused("jan", "koder", "404 unknown_model") if await _owned_only(set_up) else None
     if len(c.outcomes) == before:
-        await c.chat("jan", "cap:telepathy", expect="404 unknown_model")
+        await c.refused("jan", "cap:telepathy", "404 unknown_model")
     say(
         "—",
         "Scene 6: an engine is killed in the middle of an answer. The client sees it; the next request respawns it.",
     )
-    cut = asyncio.create_task(c.chat("kim", "coder", tokens=400, expect="cut off"))
-    await _until_flowing(set_up, "coder")
-    _kill_engine("coder.gguf")
-    await cut
+    await c.chat_cut_off("kim", "coder", lambda: _kill_engine("coder.gguf"))
     await c.chat("kim", "coder")
     say("—", "Scene 7: everybody at once.")
     await _together(
@@ -172,16 +169,6 @@ async def _owned_only(set_up: Stage) -> bool:
     async with httpx.AsyncClient(trust_env=False) as http:
         status = (await http.get(f"{set_up.gate}/status")).json()
     return not any(engine["name"] == "ollama" for engine in status["engines"])
-
-
-async def _until_flowing(set_up: Stage, tenant: str) -> None:
-    """Return when a request has been in flight on the tenant for a moment."""
-    async with httpx.AsyncClient(trust_env=False) as http:
-        for _ in range(300):
-            status = (await http.get(f"{set_up.gate}/status")).json()
-            if any(lease["tenant"] == tenant and lease["age_s"] > 0.7 for lease in status["inflight"]):
-                return
-            await asyncio.sleep(0.1)
 
 
 async def _settle(set_up: Stage) -> None:

@@ -42,18 +42,37 @@ class Clients:
     async def close(self) -> None:
         await self._http.aclose()
 
-    async def chat(
-        self, who: str, model: str, prompt: str = "Say something.", tokens: int = 40, expect: str = "ok"
+    async def chat(self, who: str, model: str, prompt: str = "Say something.", tokens: int = 40) -> Outcome:
+        """A streaming OpenAI chat, whoever serves it."""
+        return await self._chat(who, model, prompt, tokens, "ok")
+
+    async def refused(self, who: str, model: str, expect: str) -> Outcome:
+        """A chat that should end with this error."""
+        return await self._chat(who, model, "Say something.", 40, expect)
+
+    async def chat_cut_off(self, who: str, model: str, cut: Callable[[], None]) -> Outcome:
+        """A long answer, whatever the model would like; `cut` is called when it has begun."""
+        return await self._chat(who, model, "Say something.", 1500, "cut off", cut, ignore_eos=True)
+
+    async def _chat(
+        self,
+        who: str,
+        model: str,
+        prompt: str,
+        tokens: int,
+        expect: str,
+        begun: Callable[[], None] | None = None,
+        **more: object,
     ) -> Outcome:
-        """A streaming OpenAI chat, whoever serves it. `expect`: how it should end."""
         body = {
             "model": model,
             "stream": True,
             "max_tokens": tokens,
             "temperature": 0,
             "messages": [{"role": "user", "content": prompt}],
+            **more,
         }
-        return await self._stream(who, model, "/v1/chat/completions", body, _openai_text, expect)
+        return await self._stream(who, model, "/v1/chat/completions", body, _openai_text, expect, begun)
 
     async def ollama(self, who: str, model: str, tokens: int = 40) -> Outcome:
         """A streaming chat in Ollama's own API."""
@@ -65,7 +84,14 @@ class Clients:
         return await self._stream(who, model, "/api/chat", body, _ollama_text, "ok")
 
     async def _stream(
-        self, who: str, model: str, path: str, body: Mapping[str, object], read: Callable[[str], str], expect: str
+        self,
+        who: str,
+        model: str,
+        path: str,
+        body: Mapping[str, object],
+        read: Callable[[str], str],
+        expect: str,
+        begun: Callable[[], None] | None = None,
     ) -> Outcome:
         began, first, text, end = time.monotonic(), None, "", "ok"
         self._say(who, f"asks {model}")
@@ -77,6 +103,8 @@ class Clients:
                 async for line in answer.aiter_lines():
                     piece = read(line)
                     if piece:
+                        if first is None and begun is not None:
+                            begun()
                         first = first or time.monotonic()
                         text += piece
         except httpx.HTTPError:

@@ -640,7 +640,7 @@ class Exchange:
             clean = reply is not None and reply.keep_alive and not self._extra and self._request.done
             clean = clean and not isinstance(self._framing, UntilClose)
             if clean and not self._tunnel and not self._pause:
-                connection.upstream.give_back(connection)
+                connection.upstream.give_back(connection, type(self._framing))
             else:
                 connection.drop()
         self._release()
@@ -684,12 +684,14 @@ class Exchange:
         if self._agreed and self.client is not None:
             self._one_side_finished(self.client.transport)
         elif self._connection is not None:
-            connection, self._connection = self._connection, None
-            connection.drop()
+            connection = self._connection
             self.upstream_lost(None)
+            connection.drop()
 
     def upstream_lost(self, error: Exception | None) -> None:
         connection, self._connection = self._connection, None
+        if connection is not None and connection.reused and self._reply is None:
+            connection.upstream.distrust(connection)
         if self._dead:
             return
         if self._agreed:

@@ -3,6 +3,11 @@
 Kept true here: an idle connection is used again only within `idle_limit` seconds of its last answer, because engines
 close theirs without notice and a POST that may have reached one must not be sent twice; a connection on which anything
 unasked arrives is closed.
+
+Some engines close at once after answers of one kind and do not say so (llama.cpp, after streams). The next request
+would be in that connection before its end is seen, so nothing is taken for granted: after an answer of each kind the
+first connections are left alone until they have stayed open for `PROOF`; where one is closed instead, connections are
+not used again after such answers, for `DISTRUST`.
 """
 
 from __future__ import annotations
@@ -12,6 +17,10 @@ import time
 from collections.abc import Callable
 from typing import Protocol, cast
 from urllib.parse import urlsplit
+
+PROOF = 0.1  # seconds
+PROBES = 4  # connections that are left alone at a time to see that
+DISTRUST = 60.0  # seconds
 
 
 class Receiver(Protocol):
@@ -25,7 +34,7 @@ class Receiver(Protocol):
 
 
 class UpstreamConnection(asyncio.Protocol):
-    __slots__ = ("idle_since", "receiver", "reused", "transport", "upstream")
+    __slots__ = ("answered", "idle_since", "receiver", "reused", "transport", "upstream")
 
     transport: asyncio.Transport
 
@@ -35,6 +44,7 @@ class UpstreamConnection(asyncio.Protocol):
         self.receiver: Receiver | None = None
         self.reused = False
         self.idle_since = 0.0
+        self.answered: type | None = None  # the framing of its last answer
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
@@ -82,6 +92,8 @@ class Upstream:
         self.idle_limit = idle_limit
         self.connect_timeout = connect_timeout
         self.open = 0
+        self._keeps: set[type] = set()  # kinds of answers after which connections were seen to stay open …
+        self._closes: dict[type, float] = {}  # … or to be closed, and until when that is believed
         self._idle: list[UpstreamConnection] = []
         if url.startswith("unix:"):
             self._path: str | None = url[5:]
@@ -91,24 +103,52 @@ class Upstream:
             self._host, self._port = parts.hostname or "127.0.0.1", parts.port or 80
 
     def take(self) -> UpstreamConnection | None:
-        """An idle connection that is fresh enough to be trusted, if there is one."""
+        """An idle connection that can be trusted, if there is one: the one that was used last."""
         now = time.monotonic()
-        while self._idle:
-            connection = self._idle.pop()
-            if now - connection.idle_since <= self.idle_limit and not connection.transport.is_closing():
+        for at in range(len(self._idle) - 1, -1, -1):
+            connection = self._idle[at]
+            age = now - connection.idle_since
+            if age > self.idle_limit or connection.transport.is_closing():
+                del self._idle[at]
+                connection.drop()
+            elif connection.answered in self._keeps or self._has_proved(connection, age):
+                del self._idle[at]
                 connection.reused = True
                 return connection
-            connection.drop()
         return None
 
-    def give_back(self, connection: UpstreamConnection) -> None:
+    def _has_proved(self, connection: UpstreamConnection, age: float) -> bool:
+        if age < min(PROOF, self.idle_limit / 2) or connection.answered is None:
+            return False
+        self._keeps.add(connection.answered)
+        return True
+
+    def give_back(self, connection: UpstreamConnection, answered: type) -> None:
+        """Its answer is complete; `answered`: how that was framed."""
         connection.receiver = None
+        connection.answered = answered
         connection.idle_since = time.monotonic()
-        self._idle.append(connection)
+        if answered in self._keeps or self._is_to_be_proved(answered, connection.idle_since):
+            self._idle.append(connection)
+        else:
+            connection.transport.abort()
+
+    def _is_to_be_proved(self, answered: type, now: float) -> bool:
+        if self._closes.get(answered, 0.0) > now:
+            return False
+        return sum(connection.answered is answered for connection in self._idle) < PROBES
 
     def forget(self, connection: UpstreamConnection) -> None:
+        """It has ended, and if it was idle, by the engine's will."""
         if connection in self._idle:
             self._idle.remove(connection)
+            self.distrust(connection)
+
+    def distrust(self, connection: UpstreamConnection) -> None:
+        """The engine closed it though it should have stayed open."""
+        if connection.answered is not None:
+            self._keeps.discard(connection.answered)
+            self._closes[connection.answered] = time.monotonic() + DISTRUST
 
     def connect(self, done: Callable[[UpstreamConnection | None, Exception | None], None]) -> None:
         """Open a new connection; `done` gets it, or the error, within `connect_timeout`."""
