@@ -70,6 +70,7 @@ DEFAULTS: dict[str, Any] = {
     "LLMC_HEALTH_TIMEOUT": 900,
     "LLMC_VRAM_LIMIT_GB": 32,
     "LLMC_VRAM_RESERVE_GB": 6,
+    "LLMC_VRAM_UNKNOWN": "allow",
     "LLMC_LOCK_TTL_S": 900,
     "LLMC_IDLE_UNLOAD_S": 0,
     "LLMC_UNKNOWN_MODEL": UnknownModel.ERROR,

@@ -13,10 +13,10 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import httpx
 import structlog
@@ -28,7 +28,7 @@ from gpu_turnstile.control.app import create_app
 from gpu_turnstile.control.house import House
 from gpu_turnstile.control.serve import serve_control
 from gpu_turnstile.core.budget import capacity
-from gpu_turnstile.core.model import Mode, Tenant
+from gpu_turnstile.core.model import Mode, Sized, Tenant
 from gpu_turnstile.core.policy import Rules
 from gpu_turnstile.engines.base import Health, Timing
 from gpu_turnstile.engines.comfyui import ComfyUI
@@ -44,7 +44,9 @@ from gpu_turnstile.jobs import JobBook
 from gpu_turnstile.journal.active import Journal, load
 from gpu_turnstile.journal.history import History, Lookout
 from gpu_turnstile.prefetch import Prefetcher
+from gpu_turnstile.presets.errors import PresetError
 from gpu_turnstile.presets.files import model_files
+from gpu_turnstile.presets.learned import Learned
 from gpu_turnstile.presets.schema import Preset
 from gpu_turnstile.presets.store import PresetStore
 from gpu_turnstile.presets.values import Address
@@ -68,6 +70,7 @@ OLLAMA, COMFYUI = "ollama", "comfyui"  # the names of the tenants that somebody 
 IMAGE_RANK = 1
 SITES = {"comfyui": Site.COMFYUI, "a1111": Site.A1111, "invokeai": Site.INVOKEAI}
 STOP_GRACE = {"process": 10.0, "docker": 10.0, "systemd": 90.0, "external": 0.0}  # seconds, where a preset says nothing
+PRESETS_EVERY = 2.0  # seconds between two looks at the folder of presets
 SOCKET_PATH_LIMIT = 100  # bytes; the kernel takes 108
 
 
@@ -80,8 +83,11 @@ class App:
 
     def __init__(self, settings: Settings, presets: Path, state_dir: Path) -> None:
         self.settings = settings
-        self.store = PresetStore(presets)
+        self.learned = Learned(state_dir / "learned.json")
+        self.store = PresetStore(presets, learned=self.learned)
         self.state_dir = state_dir
+        self._refreshing = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
         self.preset_ports: dict[str, int] = {}  # of presets with a listener of their own
         self.addresses: dict[Site, tuple[str, int]] = {}
         self._gauge = Gauge(_card(settings.turnstile_gpu))
@@ -103,7 +109,7 @@ class App:
     async def _start(self) -> None:
         settings = self.settings
         self._http = httpx.AsyncClient(trust_env=False)
-        self.store.refresh()
+        await asyncio.to_thread(self.store.refresh)
         if self.store.error is not None:
             raise StartError(str(self.store.error))
         await self._end_forgotten()
@@ -118,6 +124,7 @@ class App:
             remembered=load(self.state_dir),
             durable=self.journal.flush,
             lock_ttl=settings.llmc_lock_ttl_s,
+            fail_closed=settings.llmc_vram_unknown == "refuse",
         )
         self.jobs = JobBook(self.arbiter, self._timing)
         self.bypass = BypassWatch(
@@ -150,6 +157,8 @@ class App:
             history=self.history,
             lookout=self.lookout,
             refresh=self.refresh,
+            register=self.register,
+            remove=self.remove,
             http=self._http,
         )
         try:
@@ -164,6 +173,7 @@ class App:
         await self.arbiter.start()
         self.bypass.start()
         self.lookout.start()
+        self._start_task(self._watch_presets())
         try:
             await self._listen()
         except StartError:
@@ -237,6 +247,7 @@ class App:
 
     async def stop(self) -> None:
         self.gateway.stop_listening()
+        await self._end_tasks()
         self.prefetcher.cancel()
         await self.bypass.stop()
         await self.lookout.stop()
@@ -251,17 +262,80 @@ class App:
         self._gauge.card.close()
         self._lock.close()
 
+    def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
+        """Something that goes on beside; it ends with the gate. What goes wrong in it is a line in the log."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_ended)
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("a task failed", exc_info=task.exception())
+
+    async def _end_tasks(self) -> None:
+        for task in tuple(self._tasks):
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
     def port(self, site: str) -> int:
         """The port of the listener for `llm` or `comfyui`."""
         return self.addresses[Site(site)][1]
 
     # -------------------------------------------------------------------------------------------- wiring
 
-    def refresh(self) -> None:
+    async def refresh(self) -> None:
         """Look at the presets' folder; a new catalogue goes to the arbiter and the gateway."""
-        if self.store.refresh():
-            self.arbiter.presets_changed(self._seats())
-            self.gateway.table = self._table()
+        async with self._refreshing:
+            said = self.store.error
+            if await asyncio.to_thread(self.store.refresh):
+                self._retell()
+            self._say_error(said)
+
+    def _say_error(self, said: PresetError | None) -> None:
+        """Once, when it begins and when it has ended."""
+        error = self.store.error
+        if str(error) == str(said):
+            return
+        if error is not None:
+            log.warning("presets_not_reloaded", reason=str(error), consequence="the last good state stays in force")
+        else:
+            log.warning("presets_good_again", presets=len(self.store.catalogue.presets))
+
+    async def register(self, given: dict[str, Any]) -> Preset:
+        """Add an ephemeral preset. Raises PresetError."""
+        async with self._refreshing:
+            preset = await asyncio.to_thread(self.store.register, given)
+            self._retell()
+        return preset
+
+    async def remove(self, name: str) -> bool:
+        """Forget an ephemeral preset; on the card, it drains and leaves. False = there is none of that name."""
+        async with self._refreshing:
+            found = await asyncio.to_thread(self.store.remove, name)
+            self._retell()
+        return found
+
+    async def _learn(self, name: str) -> None:
+        """A preset was loaded: what it took is what it will take the next time."""
+        seat, preset = self.arbiter.seat(name), self.store.catalogue.presets.get(name)
+        if seat is None or preset is None or not seat.owned or not seat.held:
+            return
+        async with self._refreshing:
+            if await asyncio.to_thread(self.learned.note, name, preset.revision, seat.held):
+                await asyncio.to_thread(self.store.size_up)
+                self._retell()
+
+    async def _watch_presets(self) -> None:
+        """So that an edited file takes effect without anybody asking for a listing."""
+        while True:
+            await asyncio.sleep(PRESETS_EVERY)
+            await self.refresh()
+
+    def _retell(self) -> None:
+        self.arbiter.presets_changed(self._seats())
+        self.gateway.table = self._table()
 
     def _seats(self) -> list[Seat]:
         owned = [self._preset_seat(preset) for preset in self.store.catalogue.presets.values()]
@@ -306,6 +380,7 @@ class App:
 
     def _preset_tenant(self, preset: Preset) -> Tenant:
         settings, runtime = self.settings, preset.runtime
+        size = self.store.facts[preset.name].size
         external = runtime.kind == "external"
         if external and preset.mode is Mode.COMFYUI:
             tenant = self._image_tenant(preset.name)
@@ -321,7 +396,8 @@ class App:
         return replace(
             tenant,
             revision=preset.revision,
-            footprint=runtime.vram_gb or 0.0,
+            footprint=size.gb if size is not None else 0.0,
+            sized=size.how if size is not None else Sized.DECLARED,
             drain_grace=tenant.drain_grace if runtime.drain_grace_s is None else runtime.drain_grace_s,
             linger=tenant.linger if runtime.idle_unload_s is None else runtime.idle_unload_s,
         )
@@ -394,6 +470,8 @@ class App:
                 self.prefetcher.begin(model_files(preset))
         elif kind in ("swapped", "swap_failed"):
             self.prefetcher.cancel()
+        elif kind == "admitted":
+            self._start_task(self._learn(str(fields["tenant"])))
         logs.narrate(kind, fields)
 
 

@@ -42,6 +42,7 @@ from gpu_turnstile.core.model import (
     SetMode,
     SetTimer,
     Shutdown,
+    Sized,
     Snapshot,
     StartSwap,
     StartUnload,
@@ -108,10 +109,12 @@ class Arbiter:
         remembered: dict[str, Any] | None = None,
         durable: Callable[[], object] = lambda: None,
         lock_ttl: float = 900.0,
+        fail_closed: bool = False,
     ) -> None:
         """`remember` is given what must survive a restart; `remembered` is what it was given last time.
 
         `durable` blocks until what was given to `remember` is on disk; it is called in a thread. `lock_ttl` in seconds.
+        `fail_closed`: nobody is started on a card that cannot be read.
         """
         self.seats = {seat.tenant.name: seat for seat in seats}
         self.waits = Waits()
@@ -124,6 +127,7 @@ class Arbiter:
         self._remembered = remembered or {}
         self._durable = durable
         self._lock_ttl = lock_ttl
+        self._fail_closed = fail_closed
         self._calls: dict[int, asyncio.Future[Any]] = {}  # lock calls that wait for their answer
         self._clock = time.monotonic
         self._scheduler = Scheduler((s.tenant for s in self.seats.values()), rules)
@@ -508,20 +512,25 @@ class Arbiter:
         What nobody of ours is known to hold belongs to other processes. Where that cannot be told, it is not guessed.
         """
         seat = self.seats.get(target or "")
-        if seat is None or not seat.tenant.footprint or not self._rules.capacity:
+        if seat is None:
             return None
-        ours = [self._seated[name].held for name in self._seated]
+        tenant = seat.tenant
         reading = await seat.reading()
-        if reading is None or any(held is None for held in ours):
+        if reading is None and self._fail_closed:
+            return f"what the card holds cannot be read, so {tenant.name} is not started (LLMC_VRAM_UNKNOWN=refuse)"
+        ours = [self._seated[name].held for name in self._seated]
+        if not tenant.footprint or not self._rules.capacity or reading is None or any(held is None for held in ours):
             return None
         foreign = reading.used - sum(held or 0 for held in ours)
-        room = min(self._rules.capacity, (reading.total - foreign) / GB)
-        if seat.tenant.footprint <= room:
+        room = (reading.total - foreign) / GB
+        if tenant.sized is not Sized.LEARNED:
+            room = min(self._rules.capacity, room)
+        if tenant.footprint <= room:
             return None
         holders = ", ".join(f"{h.name} ({h.pid})" for h in reading.holders or ())
         others = f"; on the card are {holders}" if holders else ""
         return (
-            f"{seat.tenant.name} needs {seat.tenant.footprint:g} GB, and {room:.1f} GB are left beside "
+            f"{tenant.name} needs {tenant.size}, and {room:.1f} GB are left beside "
             f"{foreign / GB:.1f} GB that other processes hold{others}"
         )
 

@@ -137,6 +137,9 @@ class Settings:
     llmc_health_timeout: float = _setting(v.more_than_zero(_seconds), "900", "seconds a started engine has to be ready")
     llmc_vram_limit_gb: float = _setting(v.more_than_zero(v.gigabytes), "32", "GB of the card")
     llmc_vram_reserve_gb: float = _setting(v.gigabytes, "6", "GB of it that presets may not use")
+    llmc_vram_unknown: str = _setting(
+        v.one_of("allow", "refuse"), "allow", "a swap on a card whose use cannot be read goes ahead, or is refused"
+    )
     llmc_lock_ttl_s: float = _setting(v.more_than_zero(_seconds), "900", "seconds a lock or a place in its queue lives")
     llmc_idle_unload_s: float = _setting(_seconds, "0", "seconds without work until an engine is stopped; 0 = never")
     llmc_open_unlock: bool = _setting(v.switch, "off", "anybody may end others' locks without force")

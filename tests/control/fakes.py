@@ -160,7 +160,7 @@ def presets(folder: Path) -> Path:
 
 
 @asynccontextmanager
-async def stage(tmp: Path, *, refresh: Callable[[], Awaitable[None] | None] | None = None, **house: Any) -> Any:
+async def stage(tmp: Path, *, refresh: Callable[[], Awaitable[None]] | None = None, **house: Any) -> Any:
     """Presets `one` and `two` (language models) and `pictures` (ComfyUI, leaves at once when idle)."""
     seats = {s.tenant.name: s for s in (seat("one"), seat("two"), seat("pictures", Mode.COMFYUI, linger=0.0))}
     arbiter = Arbiter(seats.values(), Rules())
@@ -169,8 +169,14 @@ async def stage(tmp: Path, *, refresh: Callable[[], Awaitable[None] | None] | No
     store = PresetStore(presets(tmp / "presets"))
     store.refresh()
 
-    def reread() -> None:
+    async def reread() -> None:
         store.refresh()
+
+    async def register(given: dict[str, Any]) -> Any:
+        return store.register(given)
+
+    async def remove(name: str) -> bool:
+        return store.remove(name)
 
     built = House(
         settings=house.pop("settings", Settings()),
@@ -179,6 +185,8 @@ async def stage(tmp: Path, *, refresh: Callable[[], Awaitable[None] | None] | No
         gateway=gateway,
         state_dir=tmp / "state",
         refresh=refresh or reread,
+        register=register,
+        remove=remove,
         **house,
     )
     app = create_app(built)

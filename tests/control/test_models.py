@@ -30,9 +30,11 @@ def test_presets_are_listed_with_what_a_client_needs_to_size_itself(tmp_path: Pa
                 "reasoning": None,
                 "max_output": None,
                 "vram_gb": 21.5,
+                "vram_from": "declared",
                 "capabilities": ["vision"],
                 "aliases": ["gpt-4o"],
                 "loaded": True,
+                "ephemeral_of": None,
             }
             assert not found["data"][1]["meta"]["loaded"]
 
@@ -49,7 +51,7 @@ def test_a_changed_folder_is_in_the_next_listing(tmp_path: Path) -> None:
     run(scenario())
 
 
-def test_refresh_may_be_a_coroutine_function(tmp_path: Path) -> None:
+def test_the_folder_is_read_before_every_listing(tmp_path: Path) -> None:
     async def scenario() -> None:
         seen = []
 

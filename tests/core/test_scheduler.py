@@ -653,7 +653,10 @@ def test_the_lock_book_survives_a_restart():
 
 def test_a_preset_that_can_never_fit_is_refused_before_anybody_is_evicted():
     p = Playbook(A, replace(B, footprint=30.0), rules=Rules(capacity=26.0), residents=["a"])
-    message = "'b' needs 30 GB of the card, and presets may use 26 GB (LLMC_VRAM_LIMIT_GB less LLMC_VRAM_RESERVE_GB)"
+    message = (
+        "'b' needs 30 GB (declared) of the card, and presets may use 26 GB "
+        "(LLMC_VRAM_LIMIT_GB less LLMC_VRAM_RESERVE_GB)"
+    )
     p.do(req(1, "b")).see(Refuse(1, Code.MODEL_UNAVAILABLE, message))
     p.do(req(2, "b", "a", in_place=True)).see(Grant(2, "a"))
 

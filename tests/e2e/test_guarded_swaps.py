@@ -65,7 +65,7 @@ async def test_a_preset_that_fails_again_and_again_evicts_nobody_any_more(tmp_pa
         assert "3 times in a row" in answers[0].json()["error"]["message"]
         assert h.kinds().count("admitting") == swaps
         write(tmp_path, [llama("broken")])
-        h.app.refresh()
+        await h.app.refresh()
         assert (await h.chat("broken")).status_code == 200
 
 

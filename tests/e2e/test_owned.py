@@ -100,7 +100,7 @@ async def test_an_engine_that_crashes_while_loading_is_a_503_with_its_last_words
         assert h.view.phase is Phase.IDLE
         assert not h.card.read().used
         write(tmp_path, [llama("a")])
-        h.app.refresh()
+        await h.app.refresh()
         assert (await h.chat("a")).status_code == 200
 
 

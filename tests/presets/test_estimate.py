@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from gpu_turnstile.core.model import Sized
 from gpu_turnstile.presets import gguf as gguf_module
-from gpu_turnstile.presets.estimate import DRIVER, GB, How, computed, estimate
+from gpu_turnstile.presets.estimate import DRIVER, GB, computed, estimate
 from gpu_turnstile.presets.files import model_files
 from gpu_turnstile.presets.gguf import NotGguf, read_header
 from gpu_turnstile.presets.learned import LEAST, Learned
@@ -275,7 +276,7 @@ def test_files_of_a_container_are_found_through_its_mounts(tmp_path, written):
         f'mounts = ["/elsewhere:/mod", "{tmp_path}:/models:ro"]'
     )
     assert model_files(container) == (tmp_path / "m.gguf",)
-    assert estimate(container).how is How.COMPUTED
+    assert estimate(container).how is Sized.COMPUTED
 
 
 def test_files_of_a_repository_are_found_in_the_hubs_cache(tmp_path, monkeypatch):
@@ -300,12 +301,12 @@ def test_declared_wins_over_learned_and_learned_over_computed(written, tmp_path)
     learned = Learned(tmp_path / "state" / "learned.json")
     file = written(model())
     plain = preset(file)
-    assert estimate(plain, learned).how is How.COMPUTED
+    assert estimate(plain, learned).how is Sized.COMPUTED
     learned.note(plain.name, plain.revision, 5 * GB)
-    assert (estimate(plain, learned).gb, estimate(plain, learned).how) == (5.0, How.LEARNED)
+    assert (estimate(plain, learned).gb, estimate(plain, learned).how) == (5.0, Sized.LEARNED)
     declared = preset(file, "vram_gb = 3.5")
-    assert (estimate(declared, learned).gb, estimate(declared, learned).how) == (3.5, How.DECLARED)
-    assert estimate(preset(file, "context = 16"), learned).how is How.COMPUTED  # another preset now
+    assert (estimate(declared, learned).gb, estimate(declared, learned).how) == (3.5, Sized.DECLARED)
+    assert estimate(preset(file, "context = 16"), learned).how is Sized.COMPUTED  # another preset now
 
 
 def test_what_was_learned_survives_a_restart_and_only_its_owner_reads_it(tmp_path):

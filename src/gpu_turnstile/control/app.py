@@ -15,6 +15,7 @@ from gpu_turnstile.control import (
     mode,
     models,
     native,
+    presets,
     problems,
     release,
 )
@@ -49,6 +50,6 @@ def create_app(house: House) -> FastAPI:
     app.state.feed = Feed(house.arbiter)
     app.state.ollama = OllamaListing()
     problems.install(app)
-    for room in (health, mode, locks, release, models, native, events, contention, metrics, docs):
+    for room in (health, mode, locks, release, models, presets, native, events, contention, metrics, docs):
         app.include_router(room.router)
     return app

@@ -14,6 +14,7 @@ from gpu_turnstile.arbiter import Arbiter
 from gpu_turnstile.gateway.server import Gateway
 from gpu_turnstile.gpu.gauge import Gauge
 from gpu_turnstile.journal.history import History, Lookout
+from gpu_turnstile.presets.schema import Preset
 from gpu_turnstile.presets.store import PresetStore
 from gpu_turnstile.settings import Settings
 
@@ -22,7 +23,8 @@ from gpu_turnstile.settings import Settings
 class House:
     """`started`: wall clock, seconds since the epoch.
 
-    `refresh`: reads the preset folder again and tells the arbiter; called before a listing; may be async.
+    `refresh`: reads the preset folder again and tells the arbiter; called before a listing.
+    `register`, `remove`: an ephemeral preset comes or goes; the first raises PresetError.
     `jobs`: the ComfyUI jobs that are followed now: dicts with `prompt_id`, `phase`, `since` (the arbiter's clock).
     `image_jobs`: how many jobs ended how (`JobEnd` -> count), counted by whoever follows them.
     `bypass`: work sent past the gate: dicts with `tenant`, `what`, `age_s`.
@@ -34,7 +36,9 @@ class House:
     arbiter: Arbiter
     gateway: Gateway
     state_dir: Path
-    refresh: Callable[[], Awaitable[None] | None]
+    refresh: Callable[[], Awaitable[None]]
+    register: Callable[[dict[str, Any]], Awaitable[Preset]]
+    remove: Callable[[str], Awaitable[bool]]
     started: float = field(default_factory=time.time)
     jobs: Callable[[], list[dict[str, Any]]] = list
     bypass: Callable[[], list[dict[str, Any]]] = list

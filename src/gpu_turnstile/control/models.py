@@ -16,6 +16,7 @@ from gpu_turnstile.control.problems import Refusal
 from gpu_turnstile.control.shapes import ModelEntry, ModelList, ModelMeta
 from gpu_turnstile.core.model import Code, Mode
 from gpu_turnstile.presets.errors import nearest
+from gpu_turnstile.presets.estimate import Facts
 from gpu_turnstile.presets.schema import Preset
 
 router = APIRouter(tags=["models"])
@@ -25,7 +26,7 @@ router = APIRouter(tags=["models"])
 @router.get("/v1/models", summary="Models that can be named")
 async def models(house: TheHouse, ollama: TheOllama) -> ModelList:
     """OpenAI's listing. `meta` is what a client needs to size itself, and whether the preset holds the card now."""
-    await refreshed(house)
+    await house.refresh()
     entries = _presets(house)
     names = {entry.id for entry in entries}
     return ModelList(data=[*entries, *(item for item in await ollama.models(house) if item["id"] not in names)])
@@ -35,7 +36,7 @@ async def models(house: TheHouse, ollama: TheOllama) -> ModelList:
 @router.get("/v1/models/{name:path}", summary="One of them")
 async def model(house: TheHouse, ollama: TheOllama, name: str) -> ModelEntry | dict[str, Any]:
     """Also by alias or by artifact stem; the `id` in the answer is the preset's name."""
-    await refreshed(house)
+    await house.refresh()
     entries = {entry.id: entry for entry in _presets(house)}
     preset = house.store.catalogue.find(name)
     if preset is not None and preset.name in entries:
@@ -49,34 +50,28 @@ async def model(house: TheHouse, ollama: TheOllama, name: str) -> ModelEntry | d
     raise Refusal(Code.UNKNOWN_MODEL, f'no model is called "{name[:80]}"{hint}')
 
 
-async def refreshed(house: House) -> None:
-    """Read the preset folder again, if it changed."""
-    pending = house.refresh()
-    if pending is not None:
-        await pending
-
-
 def _presets(house: House) -> list[ModelEntry]:
     residents = house.arbiter.snapshot().residents
     found = house.store.catalogue.presets
     return [
-        _entry(preset, int(house.started), preset.name in residents)
-        for _, preset in sorted(found.items())
-        if preset.mode is Mode.LLM
+        entry(house, preset, preset.name in residents) for _, preset in sorted(found.items()) if preset.mode is Mode.LLM
     ]
 
 
-def _entry(preset: Preset, created: int, loaded: bool) -> ModelEntry:
-    runtime = preset.runtime
+def entry(house: House, preset: Preset, loaded: bool) -> ModelEntry:
+    """What is known of a preset, for a client that sizes itself by it."""
+    runtime, facts = preset.runtime, house.store.facts.get(preset.name, Facts())
     meta = ModelMeta(
         model_id=preset.stem,
         engine=preset.engine,
-        context=runtime.context,
+        context=facts.context,
         reasoning=runtime.reasoning,
         max_output=runtime.max_output,
-        vram_gb=runtime.vram_gb,
+        vram_gb=facts.size.gb if facts.size is not None else None,
+        vram_from=facts.size.how if facts.size is not None else None,
         capabilities=list(preset.capabilities),
         aliases=list(preset.aliases),
         loaded=loaded,
+        ephemeral_of=house.store.catalogue.variants.get(preset.name),
     )
-    return ModelEntry(id=preset.name, created=created, meta=meta)
+    return ModelEntry(id=preset.name, created=int(house.started), meta=meta)

@@ -13,8 +13,8 @@ from fastapi import APIRouter
 
 from gpu_turnstile.control.given import TheHouse
 from gpu_turnstile.control.house import House
-from gpu_turnstile.control.models import refreshed
 from gpu_turnstile.core.model import Mode
+from gpu_turnstile.presets.estimate import Facts
 from gpu_turnstile.presets.schema import Preset
 
 router = APIRouter(tags=["models"])
@@ -23,7 +23,7 @@ GB = 1 << 30
 
 @router.get("/api/tags", summary="The presets, as Ollama lists models")
 async def tags(house: TheHouse) -> dict[str, Any]:
-    await refreshed(house)
+    await house.refresh()
     return {"models": [_entry(house, preset) for preset in _presets(house)]}
 
 
@@ -39,13 +39,14 @@ def _presets(house: House) -> list[Preset]:
 
 
 def _entry(house: House, preset: Preset) -> dict[str, Any]:
-    """Sizes are what the preset says it needs on the card; 0 = it does not say."""
+    """Sizes are what the preset needs on the card, as far as that is known; 0 = it is not."""
+    size = house.store.facts.get(preset.name, Facts()).size
     modified = datetime.fromtimestamp(house.started, UTC).isoformat().replace("+00:00", "Z")
     return {
         "name": preset.name,
         "model": preset.name,
         "modified_at": modified,
-        "size": int((preset.runtime.vram_gb or 0) * GB),
+        "size": int(size.gb * GB) if size is not None else 0,
         "digest": hashlib.sha256(f"{preset.name} {preset.revision}".encode()).hexdigest(),
         "details": {
             "parent_model": "",

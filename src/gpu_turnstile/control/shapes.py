@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from gpu_turnstile.core.model import Mode, Phase
+from gpu_turnstile.core.model import Mode, Phase, Sized
 
 
 class Problem(BaseModel):
@@ -148,10 +148,12 @@ class ModelMeta(BaseModel):
     context: int | None
     reasoning: bool | None
     max_output: int | None
-    vram_gb: float | None
+    vram_gb: float | None = Field(description="what it needs of the card; null = not known")
+    vram_from: Sized | None = Field(description="how that is known: declared, learned at the last load, or computed")
     capabilities: list[str]
     aliases: list[str]
     loaded: bool
+    ephemeral_of: str | None = Field(None, description="the preset on disk it is a variant of; null = it is on disk")
 
 
 class ModelEntry(BaseModel):
@@ -162,6 +164,20 @@ class ModelEntry(BaseModel):
     created: int
     owned_by: str = "gpu-turnstile"
     meta: ModelMeta
+
+
+class PresetEntry(BaseModel):
+    """One preset, whatever its mode."""
+
+    name: str
+    mode: Mode
+    runtime: str
+    meta: ModelMeta
+
+
+class PresetList(BaseModel):
+    presets: list[PresetEntry]
+    error: str | None = Field(description="why the folder's last state is not in force; null = it is")
 
 
 class ModelList(BaseModel):

@@ -30,6 +30,14 @@ class Phase(StrEnum):
     SWAPPING = "swapping"  # victims are going, the target is coming; nobody is granted anything
 
 
+class Sized(StrEnum):
+    """Where a footprint comes from, best first."""
+
+    DECLARED = "declared"  # somebody wrote it down
+    LEARNED = "learned"  # measured on this card at the last load
+    COMPUTED = "computed"  # from the model's header and the context: rather too much than too little
+
+
 class Code(StrEnum):
     """Why a ticket was refused. The text is the seeds' error code, the gateway turns it into a status."""
 
@@ -52,19 +60,25 @@ class Tenant:
     `drain_grace`: seconds its leases may hold a swap off; None = for ever (engines somebody else runs).
     `linger`: seconds it may stay on the card with nothing to do; 0 = leave at once, None = for ever.
     `single`: it is evicted after each of its leases, even if the next one waits (one `/free` per image job).
-    `footprint`: GB it needs on the card; 0 = unknown.
+    `footprint`: GB it needs on the card; 0 = unknown. `sized`: how that is known.
     `revision`: anything that changes when the preset changes, so that a changed resident is noticed.
     """
 
     name: str
     mode: Mode
     footprint: float = 0.0
+    sized: Sized = Sized.DECLARED
     exclusive: bool = False
     rank: int = 0
     drain_grace: float | None = 60.0
     linger: float | None = None
     single: bool = False
     revision: str = ""
+
+    @property
+    def size(self) -> str:
+        """For a person: how much of the card it needs, and how that is known."""
+        return f"{self.footprint:g} GB ({self.sized})"
 
 
 # ---------------------------------------------------------------------------------------------- events

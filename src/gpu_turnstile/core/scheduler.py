@@ -50,6 +50,7 @@ from gpu_turnstile.core.model import (
     SetMode,
     SetTimer,
     Shutdown,
+    Sized,
     Snapshot,
     StartSwap,
     StartUnload,
@@ -271,13 +272,17 @@ class Scheduler:
     def _busy(self, ticket: int, why: str) -> Refuse:
         return Refuse(ticket, Code.BUSY, why, self.rules.retry_after)
 
-    def _too_big(self, tenant: str) -> bool:
-        return not budget.fits((self._tenants[tenant].footprint,), self.rules.capacity, 0.0)
+    def _too_big(self, name: str) -> bool:
+        """Whether the budget has no room for it. One that was measured on this card has shown that it fits."""
+        tenant = self._tenants[name]
+        return tenant.sized is not Sized.LEARNED and not budget.fits((tenant.footprint,), self.rules.capacity, 0.0)
 
     def _unfit(self, ticket: int, tenant: Tenant) -> Refuse:
-        need, capacity = tenant.footprint, self.rules.capacity
-        message = f"{tenant.name!r} needs {need:g} GB of the card, and presets may use {capacity:g} GB"
-        return Refuse(ticket, Code.MODEL_UNAVAILABLE, f"{message} (LLMC_VRAM_LIMIT_GB less LLMC_VRAM_RESERVE_GB)")
+        message = f"{tenant.name!r} needs {tenant.size} of the card, and presets may use {self.rules.capacity:g} GB"
+        why = "LLMC_VRAM_LIMIT_GB less LLMC_VRAM_RESERVE_GB"
+        if tenant.sized is Sized.COMPUTED:
+            why += "; if the computed figure is wrong, write vram_gb into the preset"
+        return Refuse(ticket, Code.MODEL_UNAVAILABLE, f"{message} ({why})")
 
     def _held_back(self, tenant: str, now: float) -> bool:
         failed = self._failures.get(tenant)

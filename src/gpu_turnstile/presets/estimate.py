@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 
+from gpu_turnstile.core.model import Sized
 from gpu_turnstile.presets.files import model_files
 from gpu_turnstile.presets.gguf import Header, NotGguf, read_header
 from gpu_turnstile.presets.learned import Learned
@@ -42,27 +42,45 @@ OFF_THE_CARD = (
 )
 
 
-class How(StrEnum):
-    DECLARED = "declared"  # vram_gb in the preset's file
-    LEARNED = "learned"  # measured at its last load
-    COMPUTED = "computed"  # from the model's header and the context
-
-
 @dataclass(frozen=True, slots=True)
 class Estimate:
     gb: float
-    how: How
+    how: Sized
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known of a preset beyond its file. `context` in tokens, of all slots together."""
+
+    size: Estimate | None = None
+    context: int | None = None
+
+
+def facts(preset: Preset, learned: Learned | None = None) -> Facts:
+    """Looks at files; never raises."""
+    return Facts(estimate(preset, learned), effective_context(preset))
+
+
+def effective_context(preset: Preset) -> int | None:
+    """Tokens: as it was told, else what the model was made for, where its file is here."""
+    if preset.engine != "llama-server":
+        return preset.runtime.context
+    files = () if preset.runtime.context else model_files(preset)
+    header = _header(files[0]) if files else None
+    if header is not None:
+        return _context(preset, header) or None
+    return _told_context(preset) or None
 
 
 def estimate(preset: Preset, learned: Learned | None = None) -> Estimate | None:
     """None: nothing is known. Looks at files; never raises."""
     if preset.runtime.vram_gb is not None:
-        return Estimate(preset.runtime.vram_gb, How.DECLARED)
+        return Estimate(preset.runtime.vram_gb, Sized.DECLARED)
     measured = learned.of(preset.name, preset.revision) if learned is not None else None
     if measured is not None:
-        return Estimate(round(measured / GB, 2), How.LEARNED)
+        return Estimate(round(measured / GB, 2), Sized.LEARNED)
     needed = computed(preset)
-    return None if needed is None else Estimate(round(needed / GB, 2), How.COMPUTED)
+    return None if needed is None else Estimate(round(needed / GB, 2), Sized.COMPUTED)
 
 
 def computed(preset: Preset) -> int | None:
@@ -167,8 +185,11 @@ def _computing(preset: Preset, header: Header) -> int:
 
 def _context(preset: Preset, header: Header) -> int:
     """Tokens, of all slots together; 0 in the flags means what the model was made for."""
-    told = _whole(_argument(preset, ("-c", "--ctx-size"), "LLAMA_ARG_CTX_SIZE", preset.runtime.context))
-    return told or header.number("context_length") or 0
+    return _told_context(preset) or header.number("context_length") or 0
+
+
+def _told_context(preset: Preset) -> int | None:
+    return _whole(_argument(preset, ("-c", "--ctx-size"), "LLAMA_ARG_CTX_SIZE", preset.runtime.context))
 
 
 def _argument(preset: Preset, flags: tuple[str, ...], variable: str, key: int | None = None) -> str | None:

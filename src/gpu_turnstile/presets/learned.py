@@ -12,6 +12,7 @@ import msgspec
 
 LEAST = 64 << 20  # bytes; less is the noise of other programs
 MOST = 1000  # presets
+SAME = 0.02  # two loads that differ by no more of the size are alike
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -36,16 +37,18 @@ class Learned:
         found = self._measured.get(name)
         return found.bytes if found is not None and found.revision == revision else None
 
-    def note(self, name: str, revision: str, bytes: int) -> None:
-        """A load was measured. What is too little to be true is not believed."""
-        if bytes < LEAST:
-            return
+    def note(self, name: str, revision: str, bytes: int) -> bool:
+        """A load was measured. What is too little to be true is not believed; what is about the same is no news."""
+        known = self.of(name, revision)
+        if bytes < LEAST or (known is not None and abs(bytes - known) <= known * SAME):
+            return False
         self._measured.pop(name, None)
         self._measured[name] = Measured(revision, bytes, time.time())
         while len(self._measured) > MOST:
             del self._measured[next(iter(self._measured))]
         with contextlib.suppress(OSError):
             self._save()
+        return True
 
     def _save(self) -> None:
         self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

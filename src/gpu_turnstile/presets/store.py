@@ -12,13 +12,17 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from gpu_turnstile.core.model import Mode
 from gpu_turnstile.core.routes import Directory, UnknownModel, canonical
+from gpu_turnstile.presets.ephemeral import Ephemeral
 from gpu_turnstile.presets.errors import PresetError, find_line, read_toml
+from gpu_turnstile.presets.estimate import Facts, facts
+from gpu_turnstile.presets.learned import Learned
 from gpu_turnstile.presets.routes_file import FILE_NAME as ROUTES_FILE
 from gpu_turnstile.presets.routes_file import Routes, parse_routes
 from gpu_turnstile.presets.schema import Preset, parse_preset
@@ -31,11 +35,16 @@ _Signature = tuple[tuple[str, int, int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    """Everything the folder says. `notes` are lines for a person about what is allowed but looks unintended."""
+    """Everything the folder says, and the variants of it that were registered meanwhile.
+
+    `notes` are lines for a person about what is allowed but looks unintended. `variants`: ephemeral preset -> the one
+    on disk that it is made from.
+    """
 
     presets: Mapping[str, Preset] = field(default_factory=lambda: MappingProxyType({}))
     routes: Routes = field(default_factory=Routes)
     notes: tuple[str, ...] = ()
+    variants: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
     @property
     def aliases(self) -> dict[str, str]:
@@ -43,8 +52,8 @@ class Catalogue:
 
     @property
     def stems(self) -> dict[str, str]:
-        """Artifact stem (model id) to preset."""
-        return {preset.stem: preset.name for preset in self.presets.values() if preset.stem}
+        """Artifact stem (model id) to preset; to the one on disk, where variants share it."""
+        return {p.stem: p.name for p in self.presets.values() if p.stem and p.name not in self.variants}
 
     def directory(
         self,
@@ -84,12 +93,20 @@ class Catalogue:
 
 
 class PresetStore:
-    """The catalogue of one folder. `refresh` before reading it wherever being up to date matters."""
+    """The catalogue of one folder. `refresh` before reading it wherever being up to date matters.
 
-    def __init__(self, folder: Path, clock: Callable[[], int] = time.time_ns) -> None:
+    `facts`: what is known of each preset beyond its file. Everything that changes something here looks at files, so
+    it belongs in a thread, one call at a time.
+    """
+
+    def __init__(self, folder: Path, clock: Callable[[], int] = time.time_ns, learned: Learned | None = None) -> None:
         self.folder = folder
         self.catalogue = Catalogue()
+        self.facts: Mapping[str, Facts] = {}
         self.error: PresetError | None = None
+        self._ephemeral = Ephemeral()
+        self._disk = Catalogue()
+        self._learned = learned
         self._clock = clock
         self._seen: _Signature | None = None
 
@@ -106,14 +123,39 @@ class PresetStore:
             self._seen = None  # try again: a cure (chmod, mount) need not show in the signature
             return False
         self.error = None
-        changed = fresh != self.catalogue
-        if changed:
-            self.catalogue = fresh
-        return changed
+        self._disk = fresh
+        return self._merge()
+
+    def register(self, given: dict[str, Any]) -> Preset:
+        """Add a variant of a preset on disk (see `ephemeral`). Raises PresetError, and nothing has changed."""
+        preset = self._ephemeral.register(given, self._disk.presets)
+        self._merge()
+        return preset
+
+    def remove(self, name: str) -> bool:
+        """Forget a variant; False = there is none of that name."""
+        found = self._ephemeral.remove(name)
+        self._merge()
+        return found
+
+    def size_up(self) -> None:
+        """Look again at what is known of each preset."""
+        self.facts = {name: facts(preset, self._learned) for name, preset in self.catalogue.presets.items()}
+
+    def _merge(self) -> bool:
+        """What is on disk and what was registered, as one; True: that is something new."""
+        presets = {**self._disk.presets, **self._ephemeral.derived(self._disk.presets)}
+        variants = MappingProxyType(self._ephemeral.bases)
+        fresh = replace(self._disk, presets=MappingProxyType(presets), variants=variants)
+        if fresh == self.catalogue:
+            return False
+        self.catalogue = fresh
+        self.size_up()
+        return True
 
     def _missing(self) -> Catalogue:
         """No folder is no presets, but one that vanishes (an unmounted volume) takes nobody off the card."""
-        if self.catalogue.presets:
+        if self._disk.presets:
             raise PresetError(self.folder, "the preset directory is gone; its last good state stays in force")
         return Catalogue(notes=(f"{self.folder}: no such directory, so there are no presets",))
 
