@@ -73,6 +73,8 @@ DEFAULTS: dict[str, Any] = {
     "LLMC_VRAM_UNKNOWN": "allow",
     "LLMC_LOCK_TTL_S": 900,
     "LLMC_IDLE_UNLOAD_S": 0,
+    "LLMC_IDLE_RESTORE": None,
+    "LLMC_IDLE_RESTORE_S": 120,
     "LLMC_UNKNOWN_MODEL": UnknownModel.ERROR,
     "TURNSTILE_GPU": "auto",
     "TURNSTILE_COLOCATE": False,

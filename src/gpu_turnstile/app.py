@@ -495,6 +495,8 @@ def _rules(settings: Settings, reading: Reading | None) -> Rules:
         capacity=capacity(limit, reserve),
         retry_after=settings.busy_retry_after,
         rollback=settings.llmc_rollback,
+        home=settings.llmc_idle_restore,
+        home_after=settings.llmc_idle_restore_s,
     )
 
 

@@ -142,6 +142,10 @@ class Settings:
     )
     llmc_lock_ttl_s: float = _setting(v.more_than_zero(_seconds), "900", "seconds a lock or a place in its queue lives")
     llmc_idle_unload_s: float = _setting(_seconds, "0", "seconds without work until an engine is stopped; 0 = never")
+    llmc_idle_restore: str | None = _setting(
+        v.text_or_none, "", "preset brought back when another one has had nothing to do for a while; empty = none"
+    )
+    llmc_idle_restore_s: float = _setting(v.more_than_zero(_seconds), "120", "seconds of that while")
     llmc_open_unlock: bool = _setting(v.switch, "off", "anybody may end others' locks without force")
     llmc_prefetch: bool = _setting(
         v.switch, "on", "while a preset drains, the model files of the next one are read into the page cache"

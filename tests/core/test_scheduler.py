@@ -24,6 +24,8 @@ from gpu_turnstile.core.model import (
     StartUnload,
     SwapFailed,
     SwapSucceeded,
+    Tenant,
+    Tick,
     Unload,
     Unlock,
 )
@@ -450,6 +452,66 @@ def test_a_tenant_that_may_linger_leaves_when_it_was_idle_for_so_long():
     p.at(129.9).see()
     p.at(130).see(StartUnload(1, ("a",)))
     assert p.view.name == "a"
+
+
+def at_home(*others, **more):
+    return Playbook(A, B, *others, rules=Rules(home="a", home_after=100.0), **more)
+
+
+def test_the_tenant_at_home_comes_back_when_another_had_nothing_to_do_for_so_long():
+    p = at_home(residents=["b"])
+    p.at(5).do(req(1, "b")).see(Grant(1, "b"))
+    p.at(50).do(Release(1)).see()
+    p.at(149.9).see()
+    p.at(150).see(StartSwap(1, "a", ("b",)))
+    p.note("restore", target="a").do(SwapSucceeded(1)).see()
+    p.at(1000).see()
+    assert p.view.residents == ("a",)
+
+
+def test_it_also_comes_to_a_card_that_is_empty_from_the_start():
+    p = at_home()
+    p.do(Tick()).see()
+    p.at(100).see(StartSwap(1, "a"))
+
+
+def test_nobody_comes_home_to_a_card_somebody_emptied_until_somebody_else_was_there():
+    p = at_home(residents=["b"])
+    p.do(Unload()).see(StartUnload(1, ("b",))).do(SwapSucceeded(1)).see()
+    p.at(1000).see()
+    p.do(req(1, "b")).see(StartSwap(2, "b")).do(SwapSucceeded(2)).see(Grant(1, "b"))
+    p.do(Release(1)).see()
+    p.at(1100).see(StartSwap(3, "a", ("b",)))
+
+
+def test_who_left_home_because_nobody_wanted_it_is_not_brought_back():
+    p = Playbook(replace(A, linger=30.0), B, rules=Rules(home="a", home_after=100.0), residents=["a"])
+    p.do(req(1, "a")).see(Grant(1, "a")).do(Release(1)).see()
+    p.at(30).see(StartUnload(1, ("a",))).do(SwapSucceeded(1)).see()
+    p.at(10_000).see()
+
+
+def test_training_is_not_ended_to_bring_somebody_home():
+    training = Tenant("t", Mode.TRAIN)
+    p = at_home(training, residents=["t"])
+    p.do(req(1, "t")).see(Grant(1, "t")).do(Release(1)).see()
+    p.at(10_000).see()
+
+
+def test_nobody_comes_home_past_a_lock():
+    p = at_home(residents=["b"])
+    p.do(Lock(1, "me", "b", 500.0)).answered(Granted)
+    p.at(499).see()
+    p.at(500).see(StartSwap(1, "a", ("b",)))
+
+
+def test_whoever_cannot_come_home_is_tried_again_after_the_same_time():
+    p = at_home()
+    p.do(Tick()).see()
+    p.at(100).see(StartSwap(1, "a"))
+    p.at(110).do(SwapFailed(1, "no room", code=Code.MODEL_UNAVAILABLE)).see()
+    p.at(209.9).see()
+    p.at(210).see(StartSwap(2, "a"))
 
 
 def test_a_new_request_resets_the_time_a_tenant_may_linger():

@@ -52,7 +52,7 @@ TENANTS = (
 )
 RULES = (
     Rules(patience=60.0, rollback=True, hold_back=5.0),
-    Rules(patience=None),
+    Rules(patience=None, home="a", home_after=20.0),
     Rules(patience=0.0),
     Rules(colocate=True, capacity=24.0),
 )

@@ -70,6 +70,25 @@ async def test_a_preset_that_fails_again_and_again_evicts_nobody_any_more(tmp_pa
 
 
 @run_async
+async def test_the_preset_at_home_comes_back_when_the_other_has_nothing_to_do(tmp_path):
+    settings = {"llmc_idle_restore": "a", "llmc_idle_restore_s": 0.3}
+    async with house(tmp_path, [llama("a"), llama("b")], **settings) as h:
+        assert (await h.chat("b")).status_code == 200
+        await until(lambda: h.view.residents == ("a",), 10)
+        assert "restore" in h.kinds()
+        assert (await h.http.post(f"{h.gate}/unload")).status_code == 200
+        await h.quiet()
+        assert h.view.residents == ()
+
+
+@run_async
+async def test_a_home_that_is_no_preset_is_said(tmp_path):
+    async with house(tmp_path, [llama("a")], llmc_idle_restore="bob") as h:
+        warnings = (await h.http.get(f"{h.gate}/status")).json()["warnings"]
+        assert any("LLMC_IDLE_RESTORE" in warning and "bob" in warning for warning in warnings)
+
+
+@run_async
 async def test_presets_that_fit_together_stay_together_when_they_may(tmp_path):
     presets = [llama("a", runtime="vram_gb = 8"), llama("b", runtime="vram_gb = 8")]
     async with house(tmp_path, presets, alarms=True, turnstile_colocate=True) as h:

@@ -159,6 +159,9 @@ def _warnings(house: House, snapshot: Snapshot) -> list[str]:
     found = [*house.settings.warnings, *house.store.catalogue.notes]
     if house.store.error is not None:
         found.append(f"presets were not reloaded, the last good state is in force: {house.store.error}")
+    home = house.settings.llmc_idle_restore
+    if home is not None and home not in house.arbiter.seats:
+        found.append(f"LLMC_IDLE_RESTORE: no preset is called {home}, so nothing is brought back")
     for name in snapshot.stuck:
         found.append(f"{name} may still hold memory on the card but cannot serve; it is evicted before anybody comes")
     return found

@@ -25,6 +25,7 @@ class Rules:
     `rollback`: after a failed swap the tenant that had to leave for it comes back.
     `hold_back_after`: so many failed swaps in a row, and a tenant is not tried again for `hold_back` seconds, which
     double with every further failure up to `hold_back_max`: a broken preset must not evict a good one each time.
+    `home`: the tenant that is brought back when the card has had nothing to do for `home_after` seconds; None = nobody.
     """
 
     patience: float | None = 60.0
@@ -35,6 +36,8 @@ class Rules:
     hold_back_after: int = 3
     hold_back: float = 30.0
     hold_back_max: float = 900.0
+    home: str | None = None
+    home_after: float = 120.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,6 +136,8 @@ class Scheduler:
         self._unload = False
         self._closing = False
         self._restore: str | None = None  # who comes back when nobody else wants the card after a failed swap
+        self._away = False  # the tenant that is at home on the card had to leave for somebody else
+        self._emptied = now  # when the card was left to nobody, or bringing somebody home failed
         self._failures: dict[str, tuple[int, float, str]] = {}  # tenant -> failed swaps in a row, not before, why
         self._armed: float | None = None
         self._name = name if name in self._tenants else None
@@ -145,6 +147,7 @@ class Scheduler:
             self._settle(found, self._tenants.get(found), now)
         for found in stuck:
             self._settle(found, self._tenants.get(found), now, stuck=True)
+        self._away = self.rules.home is not None and self.rules.home not in self._residents
         self._handlers: dict[type[Any], Callable[[Any, float, list[Effect]], None]] = {
             Request: self._on_request,
             Cancel: self._on_cancel,
@@ -242,7 +245,7 @@ class Scheduler:
         if (
             self._line
             or self._unload
-            or (not resident.leases and (resident.stale or resident.tenant.linger is not None))
+            or (not resident.leases and (self._away or resident.stale or resident.tenant.linger is not None))
         ):
             self._advance(now, out)
 
@@ -466,7 +469,34 @@ class Scheduler:
             if leaves is not None and leaves <= now:
                 self._begin(None, {name: resident}, now, out)
                 return True
-        return False
+        return self._bring_home(now, out)
+
+    def _bring_home(self, now: float, out: list[Effect]) -> bool:
+        """The card has had nothing to do for long enough: the tenant that is at home on it comes back."""
+        due = self._home_at()
+        if due is None or due > now:
+            return False
+        home = self._tenants[self.rules.home or ""]
+        out.append(Note("restore", {"target": home.name}))
+        self._begin(home, self._victims(home), now, out)
+        return True
+
+    def _home_at(self) -> float | None:
+        """When it comes back by itself; None = not as things are.
+
+        Not after somebody emptied the card or it left because nobody wanted it, not past a lock, and never at the
+        cost of work: training may go on with no request open.
+        """
+        home = self._tenants.get(self.rules.home or "")
+        if home is None or not self._away or self._closing or not self._locks.allows((home.name,)):
+            return None
+        since = self._emptied
+        for name, resident in self._residents.items():
+            if name == home.name or resident.leases or resident.stuck or resident.tenant.mode is Mode.TRAIN:
+                return None
+            since = max(since, resident.idle_since)
+        _, not_before, _ = self._failures.get(home.name, (0, since, ""))
+        return max(since + self.rules.home_after, not_before)
 
     def _leaves_at(self, resident: _Resident) -> float | None:
         name, linger = resident.tenant.name, resident.tenant.linger
@@ -481,7 +511,9 @@ class Scheduler:
         if swap is None:
             return
         self._restore = None
+        self._emptied = now
         if swap.target is not None:
+            self._away = self.rules.home is not None and swap.target.name != self.rules.home
             self._failures.pop(swap.target.name, None)
             self._settle(swap.target.name, swap.target, now, cohort=self._line.seq)
         out.append(Note("swapped", {"target": swap.name, "evicted": list(swap.victims), "seconds": now - swap.since}))
@@ -492,6 +524,7 @@ class Scheduler:
         swap = self._end_swap(event.swap)
         if swap is None:
             return
+        self._emptied = now
         known = {n: r.tenant for n, r in swap.victims.items()}
         if swap.target is not None:
             known[swap.target.name] = swap.target
@@ -547,6 +580,7 @@ class Scheduler:
         self._work_ended((resident,), now)
         for ticket in tickets:
             del self._leases[ticket]
+        self._emptied = now
         out.append(Note("engine_lost", {"tenant": event.tenant, "reason": event.reason, "cut": len(tickets)}))
         if tickets:
             out.append(Cut(tickets, event.reason))
@@ -558,6 +592,7 @@ class Scheduler:
     def _on_unload(self, event: Unload, now: float, out: list[Effect]) -> None:
         self._unload = True
         self._restore = None
+        self._away = False
         self._advance(now, out)
 
     def _on_break(self, event: Break, now: float, out: list[Effect]) -> None:
@@ -772,6 +807,9 @@ class Scheduler:
             if deadline is not None:
                 yield deadline
         elif not self._line:
+            home = self._home_at()
+            if home is not None:
+                yield home
             for resident in self._residents.values():
                 leaves = self._leaves_at(resident)
                 if leaves is not None:
