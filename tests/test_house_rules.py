@@ -44,6 +44,7 @@ MAY_IMPORT = {
     "arbiter": ("core", "engines.base", "seats", "tally"),
     "jobs": ("arbiter", "engines"),
     "bypass": ("arbiter", "engines", "jobs", "seats"),
+    "watchdog": ("arbiter", "core.model", "engines.base", "seats"),
     "warm": ("arbiter", "core.model", "engines"),
     "settings": ("core.routes", "presets.values"),
     "contention": ("journal.schema",),

@@ -75,6 +75,7 @@ DEFAULTS: dict[str, Any] = {
     "LLMC_IDLE_UNLOAD_S": 0,
     "LLMC_IDLE_RESTORE": None,
     "LLMC_IDLE_RESTORE_S": 120,
+    "LLMC_WATCHDOG_S": 300,
     "LLMC_UNKNOWN_MODEL": UnknownModel.ERROR,
     "TURNSTILE_GPU": "auto",
     "TURNSTILE_COLOCATE": False,

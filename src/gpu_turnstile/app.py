@@ -63,6 +63,7 @@ from gpu_turnstile.runtimes.systemd import SystemdRuntime
 from gpu_turnstile.seats import GB, Limits, Seat
 from gpu_turnstile.settings import Settings
 from gpu_turnstile.warm import Warmer
+from gpu_turnstile.watchdog import Watchdog
 
 log = structlog.get_logger("app")
 
@@ -140,6 +141,7 @@ class App:
         )
         self.control = Upstream("control", "unix:")
         self.gateway = Gateway(self.arbiter, self._table(), self.control, _options(settings), self.jobs.follow)
+        self.watchdog = Watchdog(self.arbiter, self.gateway.quiet, settings.llmc_watchdog_s)
         self.arbiter.watch(self._on_note)
         if settings.warm_model and self._has_external(OLLAMA):
             self._warmer = Warmer(self.arbiter, OLLAMA, settings.warm_model)
@@ -160,6 +162,8 @@ class App:
             register=self.register,
             remove=self.remove,
             http=self._http,
+            suspects=self.watchdog.view,
+            restarts=lambda: self.watchdog.restarts,
         )
         try:
             self._serving = await serve_control(create_app(self.house), _private_place(self.state_dir))
@@ -173,6 +177,7 @@ class App:
         await self.arbiter.start()
         self.bypass.start()
         self.lookout.start()
+        self.watchdog.start()
         self._start_task(self._watch_presets())
         try:
             await self._listen()
@@ -251,6 +256,7 @@ class App:
         self.prefetcher.cancel()
         await self.bypass.stop()
         await self.lookout.stop()
+        await self.watchdog.stop()
         await self.arbiter.shutdown(self.settings.shutdown_timeout)
         await self._serving.stop()
         await self.gateway.close()

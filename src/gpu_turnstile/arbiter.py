@@ -51,6 +51,7 @@ from gpu_turnstile.core.model import (
     Tick,
     Unload,
     Unlock,
+    Wedged,
 )
 from gpu_turnstile.core.policy import Rules
 from gpu_turnstile.core.scheduler import Scheduler
@@ -140,6 +141,7 @@ class Arbiter:
         self._order: StartSwap | StartUnload | None = None  # what that task carries out
         self._watchers: list[Watcher] = []
         self.on_lease_end: Callable[[LeaseRow], None] | None = None  # hot: must not block or raise
+        self.on_abandoned: Callable[[str], None] | None = None  # a client left in the middle of a tenant's work
         self._seated: dict[str, Seat] = {}  # what runs under a name now, whatever its preset says meanwhile
         self._positions: dict[int, int] = {}
         self._positions_at = 0.0
@@ -271,6 +273,8 @@ class Arbiter:
         ticket._left = True
         ticket.on_answer = ticket.on_cut = None
         if ticket.tenant is not None:
+            if self.on_abandoned is not None:
+                self.on_abandoned(ticket.tenant)
             self.release(ticket)
         elif ticket.refusal is None:
             self._feed(Cancel(ticket.number))
@@ -280,6 +284,10 @@ class Arbiter:
     def lost(self, tenant: str, reason: str) -> None:
         """An engine is gone, or answers no more."""
         self._feed(EngineLost(tenant, reason))
+
+    def wedged(self, tenant: str, reason: str) -> None:
+        """An engine is alive and gets nowhere: end what waits for it and start it again when it is wanted."""
+        self._feed(Wedged(tenant, reason))
 
     def unload(self) -> None:
         self._feed(Unload())

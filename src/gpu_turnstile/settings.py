@@ -146,6 +146,11 @@ class Settings:
         v.text_or_none, "", "preset brought back when another one has had nothing to do for a while; empty = none"
     )
     llmc_idle_restore_s: float = _setting(v.more_than_zero(_seconds), "120", "seconds of that while")
+    llmc_watchdog_s: float = _setting(
+        v.zero_or_at_least(10, _seconds),
+        "300",
+        "seconds without a byte or progress until a live engine is restarted as stuck; 0 = never",
+    )
     llmc_open_unlock: bool = _setting(v.switch, "off", "anybody may end others' locks without force")
     llmc_prefetch: bool = _setting(
         v.switch, "on", "while a preset drains, the model files of the next one are read into the page cache"

@@ -59,6 +59,10 @@ class Generated(RuleBasedStateMachine):
     def engine_lost(self, tenant):
         self.world.engine_lost(tenant)
 
+    @rule(tenant=st.sampled_from(NAMES))
+    def wedged(self, tenant):
+        self.world.wedged(tenant)
+
     @rule(owner=st.sampled_from(OWNERS), tenant=st.sampled_from([None, *NAMES]), ttl=st.sampled_from([1.0, 50.0]))
     def lock(self, owner, tenant, ttl):
         self.world.lock(owner, tenant, ttl)
@@ -131,8 +135,10 @@ def stroll(seed: int, steps: int) -> int:
                 world.swap_ends(True)
             else:
                 fail(world, rnd.choice(["empty", "back", "stuck"]))
-        elif dice < 0.95:
+        elif dice < 0.94:
             world.engine_lost(rnd.choice(NAMES))
+        elif dice < 0.95:
+            world.wedged(rnd.choice(NAMES))
         elif dice < 0.96:
             world.lock(rnd.choice(OWNERS), rnd.choice([None, *NAMES]), rnd.choice([1.0, 50.0]))
         elif dice < 0.975:

@@ -28,6 +28,7 @@ from gpu_turnstile.core.model import (
     Tick,
     Unload,
     Unlock,
+    Wedged,
 )
 from gpu_turnstile.core.policy import Rules
 from tests.core.playbook import COMFY, OLLAMA, A, B, C, Playbook, req
@@ -452,6 +453,37 @@ def test_a_tenant_that_may_linger_leaves_when_it_was_idle_for_so_long():
     p.at(129.9).see()
     p.at(130).see(StartUnload(1, ("a",)))
     assert p.view.name == "a"
+
+
+def test_an_engine_that_is_stuck_loses_its_leases_and_leaves_and_its_name_is_kept():
+    p = holding_a(B)
+    p.do(Wedged("a", "it gets nowhere")).see(Cut((1,), "it gets nowhere"), StartUnload(2, ("a",)))
+    p.note("wedged", tenant="a", cut=1).do(SwapSucceeded(2)).see()
+    assert p.view.name == "a"
+    p.do(req(2, "a")).see(StartSwap(3, "a")).do(SwapSucceeded(3)).see(Grant(2, "a"))
+
+
+def test_whoever_waits_for_an_engine_that_is_stuck_gets_it_anew():
+    p = holding_a(B)
+    p.do(req(2, "b")).see()
+    p.do(req(3, "a")).see()
+    p.do(Wedged("a", "stuck")).see(Cut((1,), "stuck"), StartSwap(2, "b", ("a",)))
+    p.do(SwapSucceeded(2)).see(Grant(2, "b")).do(Release(2)).see(StartSwap(3, "a", ("b",)))
+
+
+def test_a_stuck_engine_that_is_wanted_again_is_evicted_before_it_comes_back():
+    p = Playbook(A, replace(COMFY, linger=None), residents=["comfyui"])
+    p.do(req(1, "comfyui")).see(Grant(1, "comfyui")).do(req(2, "comfyui")).see()
+    p.do(Wedged("comfyui", "stuck")).see(Cut((1,), "stuck"), StartSwap(1, "comfyui", ("comfyui",)))
+    p.do(SwapSucceeded(1)).see(Grant(2, "comfyui"))
+
+
+def test_what_is_not_on_the_card_cannot_be_stuck():
+    p = holding_a(B)
+    p.do(Wedged("b", "stuck")).see()
+    p.do(req(2, "b")).see().do(Release(1)).see(StartSwap(2, "b", ("a",)))
+    p.do(Wedged("a", "stuck")).see().do(Wedged("b", "stuck")).see()
+    p.do(SwapSucceeded(2)).see(Grant(2, "b"))
 
 
 def at_home(*others, **more):

@@ -37,6 +37,7 @@ from gpu_turnstile.core.model import (
     Tick,
     Unload,
     Unlock,
+    Wedged,
 )
 from gpu_turnstile.core.policy import Rules
 from gpu_turnstile.core.scheduler import Scheduler
@@ -155,6 +156,10 @@ class World:
 
     def unload(self) -> None:
         self._do(Unload())
+
+    def wedged(self, tenant: str) -> None:
+        self.disturbed += 1
+        self._do(Wedged(tenant, "stuck"))
 
     def break_glass(self) -> None:
         self._do(Break("stuck"))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 
 import httpx
 import openai
 import pytest
 
 from gpu_turnstile.core.model import Phase
+from gpu_turnstile.engines import llama_server
 from tests.aio import run_async, until
 from tests.e2e.house import house, llama
 from tests.real.engine import llama_command, real_engine_missing, tiny_model
@@ -99,3 +101,31 @@ async def test_a_real_engine_that_cannot_load_its_model_says_why(tmp_path):
         answer = await h.chat("broken")
         assert answer.status_code == 503
         assert "last words" in answer.json()["error"]["message"]
+
+
+@run_async
+async def test_a_real_engine_that_hangs_is_found_out_and_replaced(tmp_path):
+    presets = two(tmp_path, runtime="stop_grace_s = 0.5")
+    async with house(tmp_path, presets, turnstile_gpu="none", llmc_watchdog_s=2.0, probe_timeout=0.3) as h:
+        async with h.streaming("one", max_tokens=20_000) as lines:
+            os.kill(h.app.arbiter.seats["one"].runtime.pid, signal.SIGSTOP)
+            with pytest.raises(httpx.RemoteProtocolError):
+                [line async for line in lines]
+        assert (await h.chat("one")).status_code == 200
+
+
+@run_async
+async def test_the_long_prefill_of_a_real_engine_is_no_reason_to_end_it(tmp_path, monkeypatch):
+    """It is silent for longer than the watchdog waits; its own books show that it gets on."""
+    monkeypatch.setattr(llama_server, "SLOTS_SPACING", 0.1)
+    limit = 1.0
+    model = str(tiny_model(tmp_path, "wide", embd=512, layers=8, ff=2048))
+    preset = llama("wide", "-b", "64", "-ub", "64", command=llama_command(), path=model)
+    async with house(tmp_path, [preset], turnstile_gpu="none", llmc_watchdog_s=limit) as h:
+        await h.chat("wide")
+        began = time.monotonic()
+        body = {"model": "wide", "prompt": "word " * 900, "max_tokens": 1}
+        answer = await h.http.post(f"{h.gate}/v1/completions", json=body, timeout=120)
+        assert answer.status_code == 200, answer.text
+        assert "wedged" not in h.kinds()
+        assert time.monotonic() - began > 2 * limit

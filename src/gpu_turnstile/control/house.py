@@ -28,6 +28,7 @@ class House:
     `jobs`: the ComfyUI jobs that are followed now: dicts with `prompt_id`, `phase`, `since` (the arbiter's clock).
     `image_jobs`: how many jobs ended how (`JobEnd` -> count), counted by whoever follows them.
     `bypass`: work sent past the gate: dicts with `tenant`, `what`, `age_s`.
+    `suspects`: engines that may be stuck: dicts with `tenant`, `seconds` without progress. `restarts`: how many were.
     `gauge`: the card, where one can be read. `http`: asks the external Ollama for its models; None = it is not asked.
     """
 
@@ -47,3 +48,5 @@ class House:
     history: History | None = None
     lookout: Lookout | None = None
     http: httpx.AsyncClient | None = None
+    suspects: Callable[[], list[dict[str, Any]]] = list
+    restarts: Callable[[], int] = int

@@ -113,6 +113,9 @@ class _Collector(Collector):
         yield CounterMetricFamily(
             P + "upstream_unreachable", "Failed attempts to connect to an engine", counts.unreachable
         )
+        yield CounterMetricFamily(
+            P + "engine_restarts", "Engines that were alive, got nowhere and were ended", self._house.restarts()
+        )
         yield GaugeMetricFamily(P + "connections", "Open client connections", len(gateway.connections))
 
 

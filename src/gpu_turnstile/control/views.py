@@ -162,6 +162,8 @@ def _warnings(house: House, snapshot: Snapshot) -> list[str]:
     home = house.settings.llmc_idle_restore
     if home is not None and home not in house.arbiter.seats:
         found.append(f"LLMC_IDLE_RESTORE: no preset is called {home}, so nothing is brought back")
+    for suspect in house.suspects():
+        found.append(f"{suspect['tenant']} may be stuck: no progress was seen for {suspect['seconds']:.0f} s")
     for name in snapshot.stuck:
         found.append(f"{name} may still hold memory on the card but cannot serve; it is evicted before anybody comes")
     return found

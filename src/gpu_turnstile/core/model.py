@@ -148,6 +148,14 @@ class EngineLost:
 
 
 @dataclass(frozen=True, slots=True)
+class Wedged:
+    """A resident is alive and gets nowhere: its leases end, and it is started again when somebody wants it."""
+
+    tenant: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Lock:
     """Pin `tenant` (None = the resident) for `owner`, for `ttl` seconds of silence; answered by an Answer."""
 
@@ -230,6 +238,7 @@ Event = (
     | SwapSucceeded
     | SwapFailed
     | EngineLost
+    | Wedged
     | Lock
     | Unlock
     | Renew

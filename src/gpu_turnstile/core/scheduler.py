@@ -60,6 +60,7 @@ from gpu_turnstile.core.model import (
     Tick,
     Unload,
     Unlock,
+    Wedged,
 )
 from gpu_turnstile.core.policy import Rules
 
@@ -155,6 +156,7 @@ class Scheduler:
             SwapSucceeded: self._on_swap_succeeded,
             SwapFailed: self._on_swap_failed,
             EngineLost: self._on_engine_lost,
+            Wedged: self._on_wedged,
             Lock: self._on_lock,
             Unlock: self._on_unlock,
             Renew: self._on_renew,
@@ -585,6 +587,21 @@ class Scheduler:
         if tickets:
             out.append(Cut(tickets, event.reason))
         self._persist(now, out)
+        self._advance(now, out)
+
+    def _on_wedged(self, event: Wedged, now: float, out: list[Effect]) -> None:
+        resident = self._residents.get(event.tenant)
+        if resident is None or not resident.serves:
+            return
+        tickets = tuple(resident.leases)
+        self._work_ended((resident,), now)
+        for ticket in tickets:
+            del self._leases[ticket]
+        resident.leases.clear()
+        resident.stale = True
+        out.append(Note("wedged", {"tenant": event.tenant, "reason": event.reason, "cut": len(tickets)}))
+        if tickets:
+            out.append(Cut(tickets, event.reason))
         self._advance(now, out)
 
     # ------------------------------------------------------------------------------------ people's wishes

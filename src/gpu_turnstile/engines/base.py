@@ -131,6 +131,17 @@ class Tracker(Protocol):
         ...
 
 
+class Pulsed(Protocol):
+    """An engine that shows whether it gets on with its work."""
+
+    async def pulse(self) -> str | None:
+        """Something that changes with every step of its work, whatever it is; None = it does not say now.
+
+        Only meaningful while it is busy. Bounded by `timing.call_timeout`, never raises.
+        """
+        ...
+
+
 class Readied(Protocol):
     """An engine that does not serve again by itself after a release (A1111, InvokeAI, koboldcpp, TabbyAPI).
 

@@ -14,6 +14,7 @@ from gpu_turnstile.engines.http import probe_of
 from gpu_turnstile.engines.openai_server import OpenAIServer
 
 # One line per engine of a server that has several: vllm:num_requests_running{engine="0",model_name="m"} 2.0
+_STEPS = re.compile(rb"^vllm:(?:iteration_tokens_total_count|(?:prompt|generation)_tokens_total)[ {][^\n]*$", re.M)
 _REQUESTS = re.compile(rb"^vllm:num_requests_(running|waiting)(?:\{[^\n]*\})?[ \t]+([0-9.eE+]{1,30})[ \t\r]*$", re.M)
 
 
@@ -25,6 +26,12 @@ class VLLM(OpenAIServer):
         if reply.status == 503:
             return Probe(Health.BROKEN, f"its engine is dead ({reply.reason})")
         return probe_of(reply)
+
+    async def pulse(self) -> str | None:
+        """Its counters of steps and tokens; None too where it was told to keep no statistics."""
+        reply = await self.get("/metrics")
+        steps = b"\n".join(_STEPS.findall(reply.body)) if reply.ok else b""
+        return steps.decode("latin-1") or None
 
     async def busy(self) -> bool | None:
         """None too where it was told to keep no statistics."""

@@ -730,6 +730,13 @@ class Exchange:
         if self._connection is not None:
             self._connection.transport.resume_reading()
 
+    def quiet(self) -> tuple[str, float] | None:
+        """(tenant, seconds) since its engine sent anything of it; None where it is not the engine's turn."""
+        ticket, connection = self._ticket, self._connection
+        if ticket is None or ticket.tenant is None or connection is None or not self._sent or self._pause:
+            return None
+        return ticket.tenant, connection.quiet()
+
     def client_eof(self) -> bool:
         """The client sends no more. Inside a tunnel the other side may go on; else it has left."""
         if self._agreed and self._connection is not None:

@@ -197,6 +197,15 @@ class Gateway:
         if upstream is not None:
             upstream.close_idle()
 
+    def quiet(self) -> dict[str, float]:
+        """Seconds for which each tenant has sent nothing of the request it has sent nothing of for the longest."""
+        found: dict[str, float] = {}
+        for connection in self.connections:
+            quiet = connection.exchange.quiet() if connection.exchange is not None else None
+            if quiet is not None:
+                found[quiet[0]] = max(quiet[1], found.get(quiet[0], 0.0))
+        return found
+
     def refuses(self, head: RequestHead, place: Place) -> Problem | None:
         """Why this request may not come in at all; None = it may."""
         return self._guard.refuses(head, place) if self._guard.active else None

@@ -157,6 +157,18 @@ def web_url(text: str) -> str:
     return text.rstrip("/")
 
 
+def zero_or_at_least(least: float, parse: Callable[[str], float]) -> Callable[[str], float]:
+    """The same kind of value, which is either 0 or not less than `least`."""
+
+    def parse_bounded(text: str) -> float:
+        value = parse(text)
+        if value and value < least:
+            raise ValueError(f"must be 0 or at least {least:g}")
+        return value
+
+    return parse_bounded
+
+
 def optional(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     """The same kind of value, or None where nothing is written."""
     return lambda text: parse(text) if text else None
