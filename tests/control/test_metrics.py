@@ -41,7 +41,6 @@ def test_names_and_types_are_the_documents(tmp_path: Path) -> None:
                 "gpu_turnstile_upstream_died_midstream": "counter",
                 "gpu_turnstile_upstream_unreachable": "counter",
                 "gpu_turnstile_engine_restarts": "counter",
-                "gpu_turnstile_engine_restarts": "counter",
                 "gpu_turnstile_connections": "gauge",
                 "gpu_turnstile_info": "gauge",
             }
