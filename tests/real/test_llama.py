@@ -119,7 +119,7 @@ async def test_the_long_prefill_of_a_real_engine_is_no_reason_to_end_it(tmp_path
     monkeypatch.setattr(llama_server, "SLOTS_SPACING", 0.1)
     model = str(tiny_model(tmp_path, "wide", embd=512, layers=8, ff=2048))
     preset = llama("wide", "-b", "32", "-ub", "32", command=llama_command(), path=model)
-    async with house(tmp_path, [preset], turnstile_gpu="none", llmc_watchdog_s=2.0) as h:
+    async with house(tmp_path, [preset], turnstile_gpu="none", llmc_watchdog_s=6.0) as h:
         await h.chat("wide")
         body = {"model": "wide", "prompt": "word " * 600, "max_tokens": 1}
         asking = asyncio.ensure_future(h.http.post(f"{h.gate}/v1/completions", json=body, timeout=120))
