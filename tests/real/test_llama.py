@@ -117,11 +117,11 @@ async def test_a_real_engine_that_hangs_is_found_out_and_replaced(tmp_path):
 async def test_the_long_prefill_of_a_real_engine_is_no_reason_to_end_it(tmp_path, monkeypatch):
     """It is silent for longer than the watchdog waits; its own books show that it gets on."""
     monkeypatch.setattr(llama_server, "SLOTS_SPACING", 0.1)
-    model = str(tiny_model(tmp_path, "wide", embd=512, layers=8, ff=2048))
-    preset = llama("wide", "-b", "32", "-ub", "32", command=llama_command(), path=model)
-    async with house(tmp_path, [preset], turnstile_gpu="none", llmc_watchdog_s=6.0) as h:
+    model = str(tiny_model(tmp_path, "wide", embd=512, layers=5, ff=2048))
+    preset = llama("wide", "-b", "32", "-ub", "32", "-t", "1", "-tb", "1", command=llama_command(), path=model)
+    async with house(tmp_path, [preset], turnstile_gpu="none", llmc_watchdog_s=3.0) as h:
         await h.chat("wide")
-        body = {"model": "wide", "prompt": "word " * 600, "max_tokens": 1}
+        body = {"model": "wide", "prompt": "word " * 350, "max_tokens": 1}
         asking = asyncio.ensure_future(h.http.post(f"{h.gate}/v1/completions", json=body, timeout=120))
         await until(lambda: h.app.watchdog.view(), 20)
         answer = await asking
