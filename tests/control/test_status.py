@@ -103,6 +103,7 @@ def test_status_names_who_holds_the_card_and_who_waits(tmp_path: Path) -> None:
             assert found["card"]["holders"] == [{"pid": 4711, "name": "llama-server", "used_gb": 7}]
             engines = {e["name"]: e for e in found["engines"]}
             assert engines["one"]["on_card"]
+            assert (engines["one"]["vram_gb"], engines["one"]["vram_from"]) == (None, None)
             assert not engines["two"]["on_card"]
             assert engines["pictures"]["mode"] == "comfyui"
             assert found["presets"] == {"count": 3, "error": None}

@@ -25,6 +25,11 @@ async def test_a_size_nobody_declared_is_learned_from_the_load_and_listed_as_suc
         await h.chat("b")
         meta = await _meta(h, "b")
         assert (meta["vram_gb"], meta["vram_from"]) == (9.0, "declared")
+        engines = (await h.http.get(f"{h.gate}/status")).json()["engines"]
+        assert {e["name"]: (e["vram_gb"], e["vram_from"]) for e in engines} == {
+            "a": (8.0, "learned"),
+            "b": (9.0, "declared"),
+        }
     kept = json.loads((tmp_path / "state" / "learned.json").read_text())
     assert kept["a"]["bytes"] == 8 * GB
     async with house(tmp_path) as h:

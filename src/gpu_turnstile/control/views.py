@@ -149,6 +149,8 @@ def _engines(house: House, snapshot: Snapshot) -> list[shapes.EngineInfo]:
             owned=seat.owned,
             url=seat.engine.url,
             on_card=name in snapshot.residents,
+            vram_gb=seat.tenant.footprint or None,
+            vram_from=seat.tenant.sized if seat.tenant.footprint else None,
         )
         for name, seat in house.arbiter.seats.items()
     ]
