@@ -124,14 +124,20 @@ def judge(window: Window, who: Who, record: Record) -> Certificate:
 def _leases(window: Window, leases: Iterable[Lease]) -> Iterable[Finding]:
     """One finding for each client and tenant, however many requests there were."""
     parts: dict[tuple[str, bool, str], list[tuple[float, float]]] = defaultdict(list)
+    requests: dict[tuple[str, bool, str], int] = defaultdict(int)
     for lease in leases:
         if part := window.overlap(lease.since, lease.until):
-            parts[lease.owner or lease.client, lease.owner is not None, lease.tenant].append(part)
-    for (name, named, tenant), spans in parts.items():
+            key = lease.owner or lease.client, lease.owner is not None, lease.tenant
+            parts[key].append(part)
+            requests[key] += lease.requests
+    for key, spans in parts.items():
+        name, named, tenant = key
         seconds = covered(spans)
         called = say(name) if name else "somebody unnamed"
         advice = "" if named else "; if it is yours, name its owner (X-Turnstile-Owner) or pass it as a client"
-        text = f"{called} used {say(tenant)}: {_count(len(spans), 'request')}, {_time(seconds)} of the window{advice}"
+        text = (
+            f"{called} used {say(tenant)}: {_count(requests[key], 'request')}, {_time(seconds)} of the window{advice}"
+        )
         yield Finding(Kind.LEASE, called, min(spans)[0], seconds, text)
 
 

@@ -20,7 +20,7 @@ from structlog.testing import capture_logs
 from gpu_turnstile.gpu.base import Holder, Reading
 from gpu_turnstile.journal import history as module
 from gpu_turnstile.journal import schema
-from gpu_turnstile.journal.history import History, HistoryError, LeaseRow, Lookout
+from gpu_turnstile.journal.history import History, HistoryError, LeaseRow, Lookout, bundled
 from gpu_turnstile.journal.schema import FILE_NAME, Event, Lease
 
 T = TypeVar("T")
@@ -528,3 +528,56 @@ def test_one_lease_costs_the_loop_next_to_nothing(kept: History) -> None:
     for item in rows:
         kept.lease(item)
     assert (time.process_time() - began) / len(rows) < 20e-6  # with the thread's own work in it
+
+
+# ------------------------------------------------------------------------------------------------- crowds
+
+
+def crowd(count: int, *clients: str, gap: float = 0.0) -> list[LeaseRow]:
+    """Leases of 10 ms, each beginning `gap` after the one before it ended; the clients take turns."""
+    begin = time.monotonic() - 100.0
+    found = []
+    for number in range(count):
+        since = begin + number * (0.01 + gap)
+        found.append((number, "coder", clients[number % len(clients)], None, since, since + 0.01, "released"))
+    return found
+
+
+def test_in_a_crowd_each_clients_leases_are_one_row_that_counts_them() -> None:
+    rows = crowd(1000, "loop", "person")
+    stored = bundled(rows, 0.0, set())
+    assert [(x.client, x.requests) for x in stored] == [("loop", 500), ("person", 500)]
+    assert (stored[0].since, stored[0].until) == (rows[0][4], rows[-2][5])
+
+
+def test_a_pause_ends_a_bundle_and_few_leases_are_not_bundled() -> None:
+    assert [x.requests for x in bundled(crowd(300, "loop", gap=1.0), 0.0, set())] == [1] * 300
+    assert [x.requests for x in bundled(crowd(150, "loop"), 0.0, set())] == [1] * 150
+
+
+def test_how_a_lease_ended_and_whose_it_was_is_never_mixed() -> None:
+    rows = crowd(300, "loop")
+    rows[100] = (*rows[100][:6], "cut")
+    rows[200] = (*rows[200][:3], "me", *rows[200][4:])
+    stored = bundled(rows, 0.0, set())
+    assert sorted((x.end, x.owner or "", x.requests) for x in stored) == [
+        ("cut", "", 1),
+        ("released", "", 298),
+        ("released", "me", 1),
+    ]
+
+
+def test_a_lease_that_was_stored_as_open_gets_its_own_end_also_in_a_crowd(tmp_path: Path) -> None:
+    history = History(tmp_path / "state")  # no thread: every round is ours
+    rows = crowd(1000, "loop")
+    history.beat([(*rows[7][:6], schema.OPEN)])
+    history._round(time.monotonic())
+    for row in rows:
+        history.lease(row)
+    history._round(time.monotonic())
+    with sqlite3.connect(history.file) as connection:
+        found = dict(connection.execute("SELECT ticket, end FROM leases"))
+        assert found == {0: "released", 7: "released"}
+        assert connection.execute("SELECT sum(requests) FROM leases").fetchone() == (1000,)
+    assert not history._open
+    history._shut()

@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -36,6 +36,8 @@ MAX_AGE = 30 * DAY
 MAX_BYTES = 200_000_000
 QUEUE = 100_000  # items that wait for the disk
 EVERY = 0.5  # seconds between two writings
+CROWD = 200  # leases in one writing, beyond which they are bundled …
+CLOSE = 0.05  # … if no more seconds lie between them
 AGAIN = 5.0  # seconds until a disk that failed is tried again
 PRUNE_EVERY = 60.0
 PRUNE_ROWS = 50_000  # … or after so many rows
@@ -117,6 +119,7 @@ class History:
         self._span: _Span | None = None
         self._run = 0  # the first span of this run in this file
         self._pending = _Batch()
+        self._open: set[int] = set()  # tickets that are stored as open leases, and have not ended since
         self._forgotten = 0
         self._told = 0  # of `lost`, as the file knows it
         self._written_at = time.time()
@@ -244,7 +247,8 @@ class History:
         """Queue → batch. Monotonic times become wall times here, where it costs the loop nothing."""
         offset = time.time() - time.monotonic()
         batch, marks, queue = self._pending, [], self._queue
-        while len(batch) < self._limit:
+        leases: list[LeaseRow] = []
+        while len(batch) + len(leases) < self._limit:
             try:
                 item = queue.popleft()
             except IndexError:
@@ -252,12 +256,14 @@ class History:
             if isinstance(item, threading.Event):
                 marks.append(item)
             elif isinstance(item, _Beat):
+                self._open = {row[0] for row in item.leases} | (self._open & {row[0] for row in leases})
                 batch.beats.append((item.at, item.at + offset, [_lease(row, offset) for row in item.leases]))
             elif len(item) == 3:
                 kind, at, fields = item
                 batch.events.append(_event(kind, at + offset, fields))
             else:
-                batch.leases.append(_lease(item, offset))
+                leases.append(item)
+        batch.leases += bundled(leases, offset, self._open)
         return marks
 
     def _write(self, now: float) -> None:
@@ -372,6 +378,38 @@ def _event(kind: str, at: float, fields: dict[str, Any]) -> Event:
 
 def _text(value: object) -> str:
     return str(value)[:TEXT_LIMIT].encode("utf-8", "replace").decode()
+
+
+def bundled(rows: list[LeaseRow], offset: float, apart: set[int]) -> list[Lease]:
+    """Leases as they are stored. In a crowd, those of one client that follow each other closely become one row.
+
+    Else a client that asks ten thousand times a second would cost more to write down than to serve. `apart`: tickets
+    that are stored already, as open; each gets its own end, and is taken out.
+    """
+    known = {row[0] for row in rows} & apart if apart else ()
+    alone = rows if len(rows) <= CROWD else [row for row in rows if row[0] in known]
+    apart.difference_update(known)
+    stored = [_lease(row, offset) for row in alone]
+    if alone is rows:
+        return stored
+    found: list[list[Any]] = []  # rows that can still grow, and how many requests each is
+    newest: dict[tuple[Any, ...], list[Any]] = {}
+    for ticket, tenant, client, owner, since, until, end in rows:
+        if ticket in known:
+            continue
+        key = (tenant, client, owner, end)
+        last = newest.get(key)
+        if last is not None and since <= last[2] + CLOSE:
+            last[1] = min(last[1], since)
+            last[2] = max(last[2], until)
+            last[3] += 1
+        else:
+            newest[key] = last = [ticket, since, until, 1, key]
+            found.append(last)
+    return stored + [
+        replace(_lease((ticket, *key[:3], since, until, key[3]), offset), requests=count)
+        for ticket, since, until, count, key in found
+    ]
 
 
 def _lease(row: LeaseRow, offset: float) -> Lease:

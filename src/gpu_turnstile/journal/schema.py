@@ -38,7 +38,7 @@ CREATE TABLE events (id INTEGER PRIMARY KEY, at REAL NOT NULL, kind TEXT NOT NUL
 CREATE INDEX events_at ON events (at);
 CREATE TABLE leases (id INTEGER PRIMARY KEY, run INTEGER NOT NULL, ticket INTEGER NOT NULL, tenant TEXT NOT NULL,
                      client TEXT NOT NULL, owner TEXT, since REAL NOT NULL, until REAL NOT NULL, end TEXT NOT NULL,
-                     UNIQUE (run, ticket));
+                     requests INTEGER NOT NULL DEFAULT 1, UNIQUE (run, ticket));
 CREATE INDEX leases_until ON leases (until);
 CREATE TABLE spans (id INTEGER PRIMARY KEY, began REAL NOT NULL, seen REAL NOT NULL);
 PRAGMA user_version = {VERSION};
@@ -59,7 +59,10 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """`end`: how it ended (`released`, `cut` …), or OPEN: then `until` is how far it was seen."""
+    """`end`: how it ended (`released`, `cut` …), or OPEN: then `until` is how far it was seen.
+
+    `requests`: how many it stands for; in a crowd, those of one client that follow each other closely are one.
+    """
 
     ticket: int
     tenant: str
@@ -68,6 +71,7 @@ class Lease:
     since: float
     until: float
     end: str = "released"
+    requests: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,9 +188,10 @@ def add_events(connection: sqlite3.Connection, events: Iterable[Event]) -> None:
 def add_leases(connection: sqlite3.Connection, run: int, leases: Iterable[Lease]) -> None:
     """A lease that is there already is replaced: it was open then."""
     connection.executemany(
-        "INSERT INTO leases (run, ticket, tenant, client, owner, since, until, end) VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
+        "INSERT INTO leases (run, ticket, tenant, client, owner, since, until, end, requests)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
         " ON CONFLICT (run, ticket) DO UPDATE SET until = excluded.until, end = excluded.end",
-        ((run, x.ticket, x.tenant, x.client, x.owner, x.since, x.until, x.end) for x in leases),
+        ((run, x.ticket, x.tenant, x.client, x.owner, x.since, x.until, x.end, x.requests) for x in leases),
     )
 
 
@@ -276,12 +281,12 @@ def select_leases(
     marks = ", ".join("?" * len(names))
     is_mine = f"(coalesce(owner, client) IN ({marks}))" if names else "0"
     others = connection.execute(
-        "SELECT ticket, tenant, client, owner, since, until, end FROM leases"
+        "SELECT ticket, tenant, client, owner, since, until, end, requests FROM leases"
         f" WHERE until >= ? AND since <= ? AND NOT {is_mine} ORDER BY until DESC LIMIT {ROWS}",
         (since, until, *names),
     ).fetchall()
     own = connection.execute(
-        "SELECT ticket, tenant, client, owner, min(since), max(until), end FROM leases"
+        "SELECT ticket, tenant, client, owner, min(since), max(until), end, sum(requests) FROM leases"
         f" WHERE until >= ? AND since <= ? AND {is_mine} GROUP BY tenant",
         (since, until, *names),
     ).fetchall()
