@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 JOBS   ?= auto
 PIP    := $(BIN)/python -m pip install -q --disable-pip-version-check
 
-.PHONY: help demo test lint format bench bench-quick fuzz soak soak-gateway clean
+.PHONY: help demo test lint format bench bench-quick bench-swap fuzz soak soak-gateway clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -33,6 +33,10 @@ bench: $(VENV)/.ready  ## CPU and latency beside a Go reverse proxy and nginx; r
 
 bench-quick: $(VENV)/.ready  ## the same in half a minute, writes nothing
 	$(BIN)/python bench/run.py --quick
+
+bench-swap: $(VENV)/.ready $(VENV)/.real  ## what the gate adds to a swap, and the scheduler's cost with 10,000 waiters
+	$(BIN)/python bench/swap.py --check
+	$(BIN)/python bench/scheduler.py --check
 
 fuzz: $(VENV)/.ready  ## five minutes of mutated requests and answers through a real gateway (SECONDS=, SEED=)
 	$(BIN)/python -m tests.gateway.fuzz_wire --seconds $(or $(SECONDS),300) --seed $(or $(SEED),1)

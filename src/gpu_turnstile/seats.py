@@ -23,8 +23,9 @@ from gpu_turnstile.runtimes.base import Runtime, StartFailed, StopFailed
 log = structlog.get_logger("seats")
 
 GB = 1 << 30
-FIRST_PROBE = 0.005  # seconds until the first look; each further pause is half as long again …
-SLOWEST_PROBE = 0.5  # … up to this
+FIRST_PROBE = 0.005  # seconds until the first look whether it is ready, and between two looks at the beginning …
+PROBE_SHARE = 0.02  # … later, the share of its loading time so far that a pause may add to it …
+SLOWEST_PROBE = 0.025  # … up to this: a look costs half a millisecond
 RELEASE_TRIES = 3  # how often an engine somebody else runs is asked to let go, if that goes wrong
 RELEASE_PAUSE = 0.1  # seconds between them
 CONTEXT = 768 << 20  # bytes a process may keep on the card for its driver's context
@@ -131,10 +132,11 @@ class Seat:
                 raise AdmitFailed(f"{self.tenant.name} cannot be made ready: {probe.detail or probe.health}")
 
     async def _until_ready(self, gone: asyncio.Future[str]) -> None:
-        deadline = time.monotonic() + self._limits.ready
-        pause = FIRST_PROBE
+        began = time.monotonic()
+        deadline = began + self._limits.ready
         while True:
-            await asyncio.wait([gone], timeout=pause)
+            pause = (time.monotonic() - began) * PROBE_SHARE
+            await asyncio.wait([gone], timeout=min(max(FIRST_PROBE, pause), SLOWEST_PROBE))
             if gone.done():
                 raise AdmitFailed(_with_output(f"{self.tenant.name} {gone.result()}", self.runtime.output()))
             probe = await self.engine.probe()
@@ -145,7 +147,6 @@ class Seat:
                     f"{self.tenant.name} was not ready within {self._limits.ready:g} s ({probe.detail or probe.health})"
                 )
                 raise AdmitFailed(_with_output(why, self.runtime.output()))
-            pause = min(pause * 1.5, SLOWEST_PROBE)
 
     # ---------------------------------------------------------------------------------------------- going
 

@@ -7,11 +7,13 @@ number of *queues*, never of tickets: ten thousand waiters must not make an even
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from gpu_turnstile.core.model import Request, Waiting
+
+SPARE = 1000  # deadlines of answered tickets that are kept until somebody cleans up
 
 
 @dataclass(slots=True)
@@ -34,10 +36,22 @@ class Queue:
     in_place: bool
     rank: int
     entries: OrderedDict[int, Entry] = field(default_factory=OrderedDict)
+    owners: Counter[str | None] = field(default_factory=Counter)  # for how many of them somebody waits
 
     @property
     def head(self) -> Entry:
         return next(iter(self.entries.values()))
+
+    def add(self, entry: Entry) -> None:
+        self.entries[entry.number] = entry
+        self.owners[entry.owner] += 1
+
+    def take(self, ticket: int) -> Entry:
+        entry = self.entries.pop(ticket)
+        self.owners[entry.owner] -= 1
+        if not self.owners[entry.owner]:
+            del self.owners[entry.owner]
+        return entry
 
 
 class Line:
@@ -46,6 +60,7 @@ class Line:
         self._queues: dict[tuple[tuple[str, ...], bool], Queue] = {}
         self._of: dict[int, Queue] = {}
         self._deadlines: list[tuple[float, int]] = []
+        self._tokens: dict[int, int] = {}  # of the tickets that have one
 
     def __bool__(self) -> bool:
         return bool(self._of)
@@ -59,6 +74,10 @@ class Line:
     def queue_of(self, ticket: int) -> Queue:
         return self._of[ticket]
 
+    def with_token(self) -> list[Entry]:
+        """Whoever waits with a token."""
+        return [self._of[ticket].entries[ticket] for ticket in self._tokens]
+
     def tickets(self, which: Callable[[Queue], bool] = lambda queue: True) -> list[int]:
         return [number for queue in self._queues.values() if which(queue) for number in queue.entries]
 
@@ -69,16 +88,19 @@ class Line:
             queue = self._queues[key] = Queue(wants, request.in_place, rank)
         self.seq += 1
         deadline = now + request.wait if request.wait else None
-        queue.entries[request.ticket] = Entry(
-            request.ticket, self.seq, now, deadline, request.visit, request.client, owner, request.token
-        )
-        self._of[request.ticket] = queue
+        ticket, token = request.ticket, request.token
+        queue.add(Entry(ticket, self.seq, now, deadline, request.visit, request.client, owner, token))
+        self._of[ticket] = queue
+        if token is not None:
+            self._tokens[ticket] = token
         if deadline is not None:
-            heapq.heappush(self._deadlines, (deadline, request.ticket))
+            heapq.heappush(self._deadlines, (deadline, ticket))
+            self._forget_answered()
 
     def leave(self, ticket: int) -> Entry:
         queue = self._of.pop(ticket)
-        entry = queue.entries.pop(ticket)
+        entry = queue.take(ticket)
+        self._tokens.pop(ticket, None)
         if not queue.entries:
             del self._queues[queue.wants, queue.in_place]
         return entry
@@ -103,7 +125,7 @@ class Line:
             queue = self._queues.get(key)
             if queue is None:
                 queue = self._queues[key] = Queue(wants, old.in_place, known(wants[0]) or 0)
-            queue.entries[entry.number] = entry
+            queue.add(entry)
             self._of[entry.number] = queue
         return lost
 
@@ -113,6 +135,12 @@ class Line:
             _, ticket = heapq.heappop(self._deadlines)
             if ticket in self._of:
                 yield self.leave(ticket)
+
+    def _forget_answered(self) -> None:
+        """The deadlines of tickets that were answered long before; now and then, so that it costs next to nothing."""
+        if len(self._deadlines) > 2 * len(self._of) + SPARE:
+            self._deadlines = [pair for pair in self._deadlines if pair[1] in self._of]
+            heapq.heapify(self._deadlines)
 
     @property
     def next_deadline(self) -> float | None:

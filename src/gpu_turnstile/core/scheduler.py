@@ -751,7 +751,7 @@ class Scheduler:
             marks += owners if name == pinned else [owner for owner in owners if owner is not None]
         for queue in self._line.queues():
             if pinned in queue.wants:
-                marks += [entry.owner for entry in queue.entries.values()]
+                marks += queue.owners
         return self._locks.busy(marks)
 
     def _work_ended(self, residents: Iterable[_Resident], now: float) -> None:
@@ -762,12 +762,11 @@ class Scheduler:
 
     def _refuse_stale(self, now: float, out: list[Effect]) -> None:
         """Whoever waits with a token whose hold has ended meanwhile."""
-        for ticket in self._line.tickets():
-            entry = self._line.queue_of(ticket).entries[ticket]
+        for entry in self._line.with_token():
             stale = None if entry.token is None else self._locks.check(entry.token, entry.owner, now)
             if stale is not None:
-                self._line.leave(ticket)
-                out.append(Refuse(ticket, Code.LOCKED, stale.message))
+                self._line.leave(entry.number)
+                out.append(Refuse(entry.number, Code.LOCKED, stale.message))
 
     def _ended(self, ended: tuple[Ended, ...], now: float, out: list[Effect]) -> None:
         """Holds and places that ended without their owners' doing: everybody may see it."""

@@ -14,19 +14,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from dataclasses import dataclass
 
 import psutil
 
+from gpu_turnstile.runtimes import processes
+from gpu_turnstile.runtimes.processes import Entry
+
 TOKEN = "GPU_TURNSTILE_RUN"  # the variable's name
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    process: psutil.Process
-    parent: int
-    in_session: bool
-    in_group: bool
 
 
 class ProcessGroup:
@@ -40,24 +34,27 @@ class ProcessGroup:
         self._token = token
         self._late = False
         self._process = _find(leader)
+        self._born = processes.birth(leader)  # nobody who came from it is older
         self._strays: set[psutil.Process] = set()
 
     @classmethod
     def of_leftovers(cls, leader: int, token: str) -> ProcessGroup:
         """The leader is gone: whoever has its pid now is another."""
         group = cls(leader, token)
-        group._late, group._process = True, None
+        group._late, group._process, group._born = True, None, float("-inf")
         return group
 
     def members(self) -> list[psutil.Process]:
         """Who lives of it now, leader included. A child forked during the scan may be missed."""
-        entries = _living(self.leader)
+        entries = {pid: entry for pid, entry in processes.living().items() if entry.born >= self._born}
         session_is_ours = not self._is_another() and (not self._late or None)
-        known = {pid for pid, entry in entries.items() if self._is_ours(entry, session_is_ours)}
+        old = {stray.pid for stray in self._strays if stray.is_running()}
+        known = {pid for pid, entry in entries.items() if pid in old or self._is_ours(entry, session_is_ours)}
         while found := {pid for pid, entry in entries.items() if entry.parent in known} - known:
             known |= found
-        self._strays |= {entries[pid].process for pid in known if self._late or not entries[pid].in_group}
-        return [entries[pid].process for pid in sorted(known)]
+        members = {pid: process for pid in sorted(known) if (process := _same(entries[pid]))}
+        self._strays |= {p for pid, p in members.items() if self._late or entries[pid].group != self.leader}
+        return list(members.values())
 
     def is_empty(self) -> bool:
         """The kernel's answer for the group misses nobody but counts zombies; then it takes a second scan."""
@@ -80,13 +77,14 @@ class ProcessGroup:
                 if stray.is_running():
                     os.waitpid(stray.pid, os.WNOHANG)
 
-    def _is_ours(self, entry: _Entry, session_is_ours: bool | None) -> bool:
+    def _is_ours(self, entry: Entry, session_is_ours: bool | None) -> bool:
         """`session_is_ours` None: only the token can tell, or that there is none to be read."""
-        if entry.process in self._strays or (entry.in_session and session_is_ours):
+        in_session = entry.session == self.leader
+        if in_session and session_is_ours:
             return True
-        carried = _carried_token(entry.process) if self._token else ""
+        carried = _carried_token(entry.pid) if self._token else ""
         if carried is None:
-            return entry.in_session and session_is_ours is None
+            return in_session and session_is_ours is None
         return bool(self._token) and carried == self._token
 
     def _kill_group(self, number: int) -> bool:
@@ -113,22 +111,16 @@ def _find(pid: int) -> psutil.Process | None:
         return None
 
 
-def _carried_token(process: psutil.Process) -> str | None:
+def _same(entry: Entry) -> psutil.Process | None:
+    """A handle on the process of that entry; None if it has ended meanwhile."""
+    process = _find(entry.pid)
+    return process if process is not None and processes.birth(entry.pid) == entry.born else None
+
+
+def _carried_token(pid: int) -> str | None:
     """The token in its environment, "" if there is none; None: it cannot be read, or has been written over."""
     try:
-        environment = process.environ()
+        environment = psutil.Process(pid).environ()
     except (psutil.Error, OSError):
         return None
     return environment.get(TOKEN, "" if "PATH" in environment else None)
-
-
-def _living(leader: int) -> dict[int, _Entry]:
-    entries = {}
-    for pid in psutil.pids():
-        with contextlib.suppress(psutil.Error, OSError):
-            process = psutil.Process(pid)
-            with process.oneshot():
-                if process.status() != psutil.STATUS_ZOMBIE:
-                    session, group = os.getsid(pid) == leader, os.getpgid(pid) == leader
-                    entries[pid] = _Entry(process, process.ppid(), session, group)
-    return entries
