@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 JOBS   ?= auto
 PIP    := $(BIN)/python -m pip install -q --disable-pip-version-check
 
-.PHONY: help demo test lint format bench bench-quick bench-swap fuzz soak soak-gateway clean
+.PHONY: help demo test lint format bench bench-quick bench-swap fuzz soak soak-gateway swaps clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -46,6 +46,9 @@ soak-gateway: $(VENV)/.ready  ## 2,000 streams for a minute, one client in twent
 
 soak: $(VENV)/.ready  ## a million generated steps of the scheduler
 	TURNSTILE_SOAK_STEPS=1000000 $(BIN)/pytest tests/core/test_invariants.py -k walks
+
+swaps: $(VENV)/.ready $(VENV)/.real  ## 200 swaps under load between two real llama.cpp servers: no request is lost
+	TURNSTILE_SWAPS=200 TURNSTILE_REAL=1 $(BIN)/pytest -s tests/real/test_swaps.py
 
 clean:           ## remove everything that was set up
 	rm -rf $(VENV) .cache bench/bin .pytest_cache .mypy_cache .ruff_cache .hypothesis

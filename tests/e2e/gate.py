@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -64,6 +66,11 @@ class Gate:
         if self.process is not None and self.process.poll() is None:
             self.process.terminate()
             self.process.wait(15)
+
+    def told(self, *events: str) -> list[dict[str, Any]]:
+        """The lines of its log about these events; it must write JSON (LOG_FORMAT=json, LOGLEVEL=info)."""
+        lines = (json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{"))
+        return [line for line in lines if line.get("event") in events]
 
     def chat(self, model: str) -> httpx.Response:
         body = {"model": model, "max_tokens": 2, "messages": [{"role": "user", "content": "x"}]}
