@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 JOBS   ?= auto
 PIP    := $(BIN)/python -m pip install -q --disable-pip-version-check
 
-.PHONY: help demo test lint format bench bench-quick bench-swap fuzz soak soak-gateway swaps clean
+.PHONY: help demo test lint format bench bench-quick bench-swap fuzz soak soak-gateway swaps kill-swaps clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -49,6 +49,9 @@ soak: $(VENV)/.ready  ## a million generated steps of the scheduler
 
 swaps: $(VENV)/.ready $(VENV)/.real  ## 200 swaps under load between two real llama.cpp servers: no request is lost
 	TURNSTILE_SWAPS=200 TURNSTILE_REAL=1 $(BIN)/pytest -s tests/real/test_swaps.py
+
+kill-swaps: $(VENV)/.ready  ## kill -9 of the gate at random moments of 100 swaps: of processes, and of containers where Docker can run
+	TURNSTILE_KILLS=100 $(BIN)/pytest -s tests/e2e/test_kills.py tests/docker/test_kills.py
 
 clean:           ## remove everything that was set up
 	rm -rf $(VENV) .cache bench/bin .pytest_cache .mypy_cache .ruff_cache .hypothesis

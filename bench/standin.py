@@ -1,6 +1,6 @@
 """An engine that takes exactly so long to load and to stop, and does nothing else: what `swap.py` swaps.
 
-    python -I -S bench/standin.py PORT LOAD_S STOP_S
+    python -I -S bench/standin.py PORT LOAD_S STOP_S [WORDS …]
 
 As llama-server does it, it listens at once and answers 503 while it loads.
 """

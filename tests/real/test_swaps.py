@@ -147,7 +147,7 @@ class Held:
 
 
 class Watcher(threading.Thread):
-    """Looks for the engines of both presets without a pause; `both` tells when it saw two at once."""
+    """Looks for the engines of both presets all the while; `both` tells when it saw two at once."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(daemon=True)
@@ -156,7 +156,7 @@ class Watcher(threading.Thread):
         self.over = threading.Event()
 
     def run(self) -> None:
-        while not self.over.wait(0.005):
+        while not self.over.wait(0.01):
             pids = [engine_pids(file) for file in self._files]
             self.looks += 1
             self.both += sum(map(len, pids)) > 1
