@@ -291,6 +291,11 @@ class App:
 
     # -------------------------------------------------------------------------------------------- wiring
 
+    def look_again(self) -> None:
+        """Somebody sent SIGHUP, as one does after an edit, or by closing a terminal: no reason to end."""
+        if self.addresses:  # it has started
+            self._looking = asyncio.ensure_future(self.refresh())  # a task nobody holds may be collected
+
     async def refresh(self) -> None:
         """Look at the presets' folder; a new catalogue goes to the arbiter and the gateway."""
         async with self._refreshing:
@@ -582,6 +587,8 @@ async def _serve(settings: Settings, presets: Path, state_dir: Path) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, lambda: app.hurry() if ended.is_set() else ended.set())
+    if hasattr(signal, "SIGHUP"):
+        loop.add_signal_handler(signal.SIGHUP, app.look_again)
     await app.start()
     logs.announce(settings, presets, state_dir)
     log.warning("listening", version=__version__, **{s.value: f"{h or '*'}:{p}" for s, (h, p) in app.addresses.items()})

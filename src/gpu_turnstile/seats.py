@@ -70,6 +70,7 @@ class Seat:
         self._gone: asyncio.Future[str] | None = None  # set while it is being admitted
         self._held: int | None = None  # bytes the card's use rose by when it came
         self._before: Reading | None = None  # the card when it came
+        self._leaving: Reading | None = None  # … and before the first try to evict it, as long as it has not gone
         runtime.on_exit = self._exited
 
     @property
@@ -158,6 +159,7 @@ class Seat:
         began = time.monotonic()
         before = await self._gauge.read()
         if self.owned:
+            before = self._leaving = self._leaving or before  # what came back since an earlier try has come back
             try:
                 await self.runtime.stop()
             except StopFailed as error:
@@ -170,8 +172,9 @@ class Seat:
         settled = await self._settle(before, held, need, left)
         if not self.owned and self._before is not None:
             await wait_still(self._gauge, self._before.used + CONTEXT, left, poll=SETTLE_POLL)
-        self._held = None
         gone = not self.owned or settled.state is not SettleState.TIMEOUT
+        if gone:
+            self._held = self._leaving = None
         back = settled.state in (SettleState.FREE, SettleState.STABLE)
         clean = (well or (back and bool(held))) and settled.state is not SettleState.TIMEOUT
         return Evicted(gone, back and clean, f"{said}; {settled.detail}", time.monotonic() - began, clean)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.docker.daemon import IMAGE, Daemon
@@ -57,3 +59,43 @@ def test_the_gate_swaps_containers_and_a_killed_one_finds_them_again(gate, daemo
     assert gate.chat("a").status_code == 501
     gate.stop()
     assert daemon.names() == set()
+
+
+def test_while_docker_is_away_a_start_is_a_503_that_says_so_and_when_it_is_back_it_works(gate, daemon):
+    gate.start()
+    daemon.end(signal.SIGTERM)
+    refused = gate.chat("a")
+    assert (refused.status_code, refused.headers["x-turnstile-error"]) == (503, "swap_failed")
+    assert int(refused.headers["retry-after"]) >= 1
+    assert "Docker is not running" in refused.json()["error"]["message"]
+    daemon.start()
+    assert gate.chat("a").status_code == 501
+    assert daemon.names() == {"turnstile-a"}
+
+
+def test_a_container_that_somebody_else_ended_is_served_by_a_new_one(gate, daemon):
+    gate.start()
+    assert gate.chat("a").status_code == 501
+    before = daemon.inspect("turnstile-a")
+    assert daemon.call("POST", "/containers/turnstile-a/kill").status_code == 204
+    again = [gate.chat("a").status_code for _ in range(2)]
+    assert again[-1] == 501, again  # the first may have met the end itself
+    after = daemon.inspect("turnstile-a")
+    assert before is not None
+    assert after is not None
+    assert after["Id"] != before["Id"]
+    assert after["State"]["Running"]
+
+
+def test_a_docker_that_restarts_while_an_engine_is_loaded_is_found_again(gate, daemon):
+    """It ends its containers with itself (no live-restore): the gate's word must be what the machine says."""
+    gate.start()
+    assert gate.chat("a").status_code == 501
+    daemon.restart(signal.SIGTERM, live_restore=False)
+    answers = [gate.chat("a").status_code for _ in range(2)]
+    assert answers[-1] == 501, answers
+    status = httpx.get(f"{gate.url}/status", trust_env=False).json()
+    assert status["residents"] == ["a"]
+    assert daemon.names() == {"turnstile-a"}
+    assert gate.chat("b").status_code == 501
+    assert daemon.names() == {"turnstile-b"}

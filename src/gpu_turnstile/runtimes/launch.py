@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -45,3 +46,17 @@ def check_command(argv: Sequence[str], cwd: Path | None, environment: Mapping[st
         raise StartFailed(f"command not found: {name} (no such file)")
     if file.is_dir() or not os.access(file, os.X_OK):
         raise StartFailed(f"not executable: {name}")
+
+
+def check_port(port: int | None) -> None:
+    """Raise StartFailed if somebody listens there already: its answers would be taken for the engine's."""
+    if port is None:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as engines do: old connections are no matter
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise StartFailed(
+                f"port {port} is in use by another program ({error.strerror}); it was not asked"
+            ) from None

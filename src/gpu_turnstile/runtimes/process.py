@@ -24,7 +24,7 @@ import structlog
 from gpu_turnstile.runtimes import records
 from gpu_turnstile.runtimes.base import StartFailed, StopFailed
 from gpu_turnstile.runtimes.group import TOKEN
-from gpu_turnstile.runtimes.launch import WAIT_FOR_A_LINE, check_command, child_environment
+from gpu_turnstile.runtimes.launch import WAIT_FOR_A_LINE, check_command, check_port, child_environment
 from gpu_turnstile.runtimes.output import LogFile
 from gpu_turnstile.runtimes.records import Record
 from gpu_turnstile.runtimes.ring import OutputRing
@@ -41,8 +41,9 @@ TRIM = 1.0  # seconds between two looks at the size of the log
 class ProcessRuntime:
     """`env` is added to our own environment (less the gate's keys); `grace` in seconds, from SIGTERM to SIGKILL.
 
-    `record`: the file that lets a later gate find the process, and `port` what it is noted with; the engine's output
-    then goes to `log` (default: the record's name with `.log`). Without a record the process cannot be found again.
+    `port`: where it will listen on the loopback, if that is known; nobody else may. `record`: the file that lets a
+    later gate find the process, in which the port is noted; the engine's output then goes to `log` (default: the
+    record's name with `.log`). Without a record the process cannot be found again.
     """
 
     kind: ClassVar[str] = "process"
@@ -117,6 +118,7 @@ class ProcessRuntime:
             await self._end_run()
             environment = child_environment(os.environ, self.env)
             check_command(self.argv, self.cwd, environment)
+            check_port(self.port)
             if isinstance(self._printed, LogFile) and self.record is not None:
                 await self._spawn_recorded(environment, self.record, self._printed)
             else:
