@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 JOBS   ?= auto
 PIP    := $(BIN)/python -m pip install -q --disable-pip-version-check
 
-.PHONY: help demo test lint format bench bench-quick bench-swap fuzz soak soak-gateway swaps kill-swaps clean
+.PHONY: help demo test lint format bench bench-quick bench-swap bench-prefetch fuzz soak soak-gateway swaps kill-swaps clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -37,6 +37,9 @@ bench-quick: $(VENV)/.ready  ## the same in half a minute, writes nothing
 bench-swap: $(VENV)/.ready $(VENV)/.real  ## what the gate adds to a swap, and the scheduler's cost with 10,000 waiters
 	$(BIN)/python bench/swap.py --check
 	$(BIN)/python bench/scheduler.py --check
+
+bench-prefetch: $(VENV)/.ready $(VENV)/.real  ## load times of a real model: from disk, read ahead, from the page cache (MODEL=)
+	$(BIN)/python bench/prefetch.py $(if $(MODEL),--model $(MODEL))
 
 fuzz: $(VENV)/.ready  ## five minutes of mutated requests and answers through a real gateway (SECONDS=, SEED=)
 	$(BIN)/python -m tests.gateway.fuzz_wire --seconds $(or $(SECONDS),300) --seed $(or $(SEED),1)
