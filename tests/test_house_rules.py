@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "engines": ("core.model", "engines"),
     "runtimes": ("runtimes",),
     "gpu": ("gpu", "sim.card"),
-    "presets": ("core.model", "core.routes", "presets"),
+    "presets": ("core.model", "core.routes", "presets", "runtimes.units"),
     "journal": ("journal",),
     "gateway": ("", "core.model", "core.routes", "arbiter", "gateway"),
     "control": (

@@ -441,7 +441,7 @@ class App:
                     on_progress=lambda line: log.info("pulling", preset=name, progress=line),
                 )
             case "systemd":
-                return SystemdRuntime(runtime.unit or "", grace=grace)
+                return SystemdRuntime(runtime.unit or "", user=runtime.user, grace=grace)
             case _:
                 argv, env = preset.argv(port), preset.environment(port)
                 return ProcessRuntime(
@@ -470,6 +470,7 @@ class App:
             comfyui=by_mode.get(Mode.COMFYUI, comfy),
             train=by_mode.get(Mode.TRAIN),
             listing_is_ours=any(preset.mode is Mode.LLM for preset in presets),
+            served={preset.name: preset.served_as for preset in presets if preset.served_as is not None},
         )
 
     def _on_note(self, kind: str, fields: dict[str, object]) -> None:

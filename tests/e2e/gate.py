@@ -55,7 +55,7 @@ class Gate:
                 if httpx.get(f"{self.url}/healthz", trust_env=False).status_code == 200:
                     return
             time.sleep(0.02)
-        raise AssertionError(self.log.read_text())
+        raise AssertionError(self.log.read_text()[-4000:])
 
     def kill(self) -> None:
         assert self.process is not None

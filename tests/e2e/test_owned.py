@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import sys
 
 import httpx
 import pytest
 
 from gpu_turnstile.core.model import Phase
 from tests.aio import run_async, until
-from tests.e2e.house import engine_pids, house, llama, write
+from tests.e2e.house import PresetText, engine_pids, house, llama, write
 
 
 async def broken(lines) -> bool:
@@ -188,3 +190,39 @@ async def test_the_next_models_file_is_read_ahead_while_the_one_before_drains(tm
             if wanted:
                 await until(lambda: h.app.prefetcher.progress.read + h.app.prefetcher.progress.cached == 4 << 20)
         assert (await late).status_code == 200
+
+
+STRICT = """
+import http.server, json, sys
+own = sys.argv[sys.argv.index("--model-id") + 1]
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def do_GET(self):
+        self.say(200, {"status": "ok"})
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.say(200 if asked.get("model") == own else 404, {"model": own, "kept": asked.get("seed")})
+    def say(self, status, what):
+        body = json.dumps(what).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+@run_async
+async def test_an_engine_that_answers_to_one_name_only_is_reached_by_every_name_of_its_preset(tmp_path):
+    preset = PresetText(
+        "strict",
+        'engine = "ninfer"\naliases = ["gpt-4o"]\ncapabilities = ["tools"]\nmodel.path = "/m/weights.ninfer"\n'
+        f"[runtime]\nkind = 'process'\ncommand = {json.dumps([sys.executable, '-c', STRICT, '{port}'])}\n",
+    )
+    async with house(tmp_path, [preset]) as h:
+        (tmp_path / "presets" / "routes.toml").write_text('auto = ["strict"]\n')
+        await h.app.refresh()
+        for name in ("strict", "gpt-4o", "weights", "auto", "cap:tools", None):
+            answer = await h.chat(name, seed=7)
+            assert (answer.status_code, answer.json()) == (200, {"model": "strict", "kept": 7}), name
+        assert h.kinds().count("admitting") == 1

@@ -50,7 +50,8 @@ def test_keys_left_out_are_left_to_the_engine() -> None:
     [
         ("command", "", '["serve", "--port={port}"]', ("serve", "--port=7")),
         ("command", 'model.path = "/m"', '["serve", "{model}", "{port}"]', ("serve", "/m", "7")),
-        ("vllm", 'model.repo = "o/m"', '["vllm", "serve", "{model}", "{port}"]', ("vllm", "serve", "o/m", "7")),
+        ("sglang", 'model.repo = "o/m"', '["serve", "{model}", "{port}"]', ("serve", "o/m", "7")),
+        ("command", "", '["serve", "{port}", "--as={name}"]', ("serve", "7", "--as=p")),
         ("command", "", """['x', '{"a": {"b": 1}}', '{port}', '{other}']""", ("x", '{"a": {"b": 1}}', "7", "{other}")),
         ("command", 'model.path = "/{port}"', '["x", "{model}"]\nruntime.port = 7', ("x", "/{port}")),
     ],
@@ -68,3 +69,30 @@ def test_the_home_folder_is_meant_by_a_process_but_not_inside_a_container(monkey
     container = parse('engine = "llama-server"\nmodel.path = "~/q"\nruntime = { kind = "docker", image = "x" }')
     assert process.argv(1)[:3] == ("l", "-m", "/home/ann/q")
     assert container.argv(1)[:2] == ("-m", "~/q")
+
+
+@pytest.mark.parametrize(
+    ("engine", "args", "argv", "served"),
+    [
+        ("ninfer", "[]", ("s", "/m", "7", "--model-id", "p"), "p"),
+        ("ninfer", '["--model-id", "q"]', ("s", "/m", "7", "--model-id", "q"), "q"),
+        ("ninfer", '["--model-id=q"]', ("s", "/m", "7", "--model-id=q"), "q"),
+        ("vllm", "[]", ("s", "/m", "7", "--served-model-name", "p"), "p"),
+        ("vllm", '["--served-model-name", "q", "r"]', ("s", "/m", "7", "--served-model-name", "q", "r"), "q"),
+        ("vllm", '["--served-model-name", "x-{name}"]', ("s", "/m", "7", "--served-model-name", "x-p"), "x-p"),
+        ("sglang", "[]", ("s", "/m", "7"), None),
+        ("command", "[]", ("s", "/m", "7"), None),
+    ],
+)
+def test_an_engine_that_answers_to_one_name_only_is_started_with_the_presets_unless_it_was_given_another(
+    engine: str, args: str, argv: tuple[str, ...], served: str | None
+) -> None:
+    text = f'engine = "{engine}"\nmodel.path = "/m"\nruntime.kind = "process"\nruntime.args = {args}'
+    preset = parse(f'{text}\nruntime.command = ["s", "{{model}}", "{{port}}"]')
+    assert preset.argv(7) == argv
+    assert preset.served_as == served
+
+
+def test_nothing_is_known_of_the_names_of_an_engine_that_somebody_else_starts() -> None:
+    assert parse('engine = "vllm"\nruntime = { kind = "external", url = "http://h:1" }').served_as is None
+    assert parse('engine = "vllm"\nruntime = { kind = "systemd", unit = "v", port = 1 }').served_as is None

@@ -103,6 +103,10 @@ OTHERS = {
         'engine = "ollama"\nruntime = { kind = "systemd", unit = "ollama.service", port = 11435 }',
         Mode.LLM,
     ),
+    "a systemd unit of the user": (
+        'engine = "ollama"\nruntime = { kind = "systemd", unit = "ollama@1", user = true, port = 11435 }',
+        Mode.LLM,
+    ),
     "an Ollama told its port by variable": (
         'engine = "ollama"\n'
         'runtime = { kind = "process", command = ["ollama", "serve"], env = { OLLAMA_HOST = "127.0.0.1:{port}" } }',
@@ -180,6 +184,18 @@ CROSS = {
     "an external engine without a URL": ('engine = "ollama"\nruntime.kind = "external"', "url"),
     "an external engine with TLS": ('engine = "ollama"\nruntime = { kind = "external", url = "https://x" }', "TLS"),
     "a unit without an address": ('engine = "ollama"\nruntime = { kind = "systemd", unit = "x" }', '"port" or "url"'),
+    "a unit that would be an option": (
+        'engine = "ollama"\nruntime = { kind = "systemd", unit = "--host=evil", port = 1 }',
+        "cannot be the name of a service unit",
+    ),
+    "a unit that would be a pattern": (
+        'engine = "ollama"\nruntime = { kind = "systemd", unit = "llm*", port = 1 }',
+        "cannot be the name of a service unit",
+    ),
+    "a user's unit that is no unit": (
+        'engine = "command"\nruntime = { kind = "process", command = ["{port}"], user = true }',
+        "only for systemd",
+    ),
     "a model server without a model": ('engine = "vllm"\nruntime = { kind = "docker", image = "x" }', "[model]"),
     "an engine that cannot learn its port": (
         'engine = "command"\nruntime = { kind = "process", command = ["serve"] }',

@@ -12,7 +12,8 @@ import pytest
 
 from gpu_turnstile.runtimes import systemd as systemd_module
 from gpu_turnstile.runtimes.base import StartFailed, StopFailed
-from gpu_turnstile.runtimes.systemd import SystemdRuntime, unit_name
+from gpu_turnstile.runtimes.systemd import SystemdRuntime
+from gpu_turnstile.runtimes.units import unit_name
 from tests.runtimes.children import lives
 from tests.runtimes.systemctl import FakeSystemd
 

@@ -26,6 +26,7 @@ from gpu_turnstile.gateway import courtesy, errors, intake, memory, signs, wire
 from gpu_turnstile.gateway.errors import Problem
 from gpu_turnstile.gateway.intake import BadBody
 from gpu_turnstile.gateway.paths import Kind, Place, Site
+from gpu_turnstile.gateway.rename import renamed
 from gpu_turnstile.gateway.upstream import Upstream, UpstreamConnection
 from gpu_turnstile.gateway.wire import Chunked, Malformed, RequestHead, ResponseHead, UntilClose
 
@@ -439,6 +440,8 @@ class Exchange:
         if self._tunnel:
             request = wire.upgrade_bytes(head, target)
         elif self._buffered:
+            if self.gateway.table.served:
+                self._rename()
             length = sum(map(len, self._pieces)) if head.has_body else head.length
             request = wire.request_bytes(head, target, length, False)
         else:
@@ -454,6 +457,12 @@ class Exchange:
             connection.transport.writelines(pieces)
         if self._streamed and self.client is not None:
             self.client.resume("upload")
+
+    def _rename(self) -> None:
+        """Some engines refuse every model's name but their own."""
+        name = self.gateway.table.served.get(self._upstream.name) if self._upstream is not None else None
+        if name is not None and self._pieces:
+            self._pieces = [renamed(self.head, b"".join(self._pieces), name)]
 
     # ------------------------------------------------------------------------------------------ the answer
 

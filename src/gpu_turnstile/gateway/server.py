@@ -81,13 +81,17 @@ class Counts:
 
 @dataclass(slots=True)
 class Table:
-    """Which tenant serves which site. `external`: the Ollama somebody else runs."""
+    """Which tenant serves which site. `external`: the Ollama somebody else runs.
+
+    `served`: tenants whose engine answers to one model's name only, and that name.
+    """
 
     directory: Directory = field(default_factory=Directory)
     external: str | None = None
     comfyui: str | None = None
     train: str | None = None
     listing_is_ours: bool = False
+    served: Mapping[str, str] = field(default_factory=dict)
 
 
 class Gateway:

@@ -1,8 +1,9 @@
 """How a preset becomes a command line: pure text, nothing is started or looked up here.
 
-`{port}` and `{model}` are replaced in `command`, `args` and `env` of every engine; any other brace is left alone, so
-JSON in an argument stays what it is. `llama-server` also gets the flags its preset's keys stand for; the preset's own
-`args` come last, because the last one wins.
+`{port}`, `{model}` and `{name}` (the preset's) are replaced in `command`, `args` and `env` of every engine; any other
+brace is left alone, so JSON in an argument stays what it is. `llama-server` also gets the flags its preset's keys stand
+for; the preset's own `args` come last, because the last one wins. Engines that answer to one name only are started with
+the preset's, unless the preset gives them another.
 """
 
 from __future__ import annotations
@@ -13,17 +14,37 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from gpu_turnstile.presets.schema import Model, Preset
 
+_NAME_FLAGS = {"ninfer": "--model-id", "vllm": "--served-model-name"}  # engines that answer 404 to any other name
 _REPOSITORY = "https://huggingface.co/{repo}/resolve/main/{file}"
 
 
 def argv(preset: Preset, port: int, host: str) -> tuple[str, ...]:
     runtime = preset.runtime
     flags = _llama_server(preset, port, host) if preset.engine == "llama-server" else ()
-    return (
+    words = (
         *(_filled(text, preset, port) for text in runtime.command),
         *flags,
         *(_filled(text, preset, port) for text in runtime.args),
     )
+    flag = _NAME_FLAGS.get(preset.engine)
+    return words if flag is None or _given(flag, words) is not None else (*words, flag, preset.name)
+
+
+def served_as(preset: Preset) -> str | None:
+    """The only name the engine answers to; None: it takes any, or it is not the gate that starts it."""
+    flag = _NAME_FLAGS.get(preset.engine)
+    if flag is None or preset.runtime.kind not in ("process", "docker"):
+        return None
+    return _given(flag, argv(preset, 0, ""))
+
+
+def _given(flag: str, words: tuple[str, ...]) -> str | None:
+    """What a flag is set to; the first of several names."""
+    for word, following in zip(words, (*words[1:], ""), strict=True):
+        name, equals, value = word.partition("=")
+        if name == flag:
+            return value if equals else following
+    return None
 
 
 def environment(preset: Preset, port: int) -> dict[str, str]:
@@ -31,7 +52,7 @@ def environment(preset: Preset, port: int) -> dict[str, str]:
 
 
 def _filled(text: str, preset: Preset, port: int) -> str:
-    text = text.replace("{port}", str(port))
+    text = text.replace("{port}", str(port)).replace("{name}", preset.name)
     if preset.model is None:
         return text
     return text.replace("{model}", _path(preset, preset.model.path) or preset.model.repo or "")

@@ -20,6 +20,7 @@ from gpu_turnstile.core.routes import CAPABILITY_PREFIX, ROUTE, ROUTE_PREFIX, ca
 from gpu_turnstile.presets import command
 from gpu_turnstile.presets.errors import Misfit, PresetError, validate
 from gpu_turnstile.presets.values import address, http_url
+from gpu_turnstile.runtimes.units import unit_name
 
 EngineKind = Literal[
     "llama-server",
@@ -63,6 +64,7 @@ _RUNTIME_KEYS = {  # keys only some runtimes have a use for
     "port": ("docker", "process", "systemd"),
     "cwd": ("process",),
     "unit": ("systemd",),
+    "user": ("systemd",),
     "url": ("systemd", "external"),
     "listen": ("external",),
     "api_key": ("external",),
@@ -171,7 +173,8 @@ class Runtime(Strict):
     args: Texts = ()
     env: Env = Field(default_factory=dict)
     cwd: Text | None = None
-    unit: Text | None = None
+    unit: Annotated[str, AfterValidator(unit_name)] | None = None
+    user: bool = False  # a unit of the gate's own user, not of the system
     url: Annotated[str, AfterValidator(http_url)] | None = None
     port: Annotated[int, Field(ge=1, le=65535)] | None = None
     listen: Annotated[str, AfterValidator(_listen)] | None = None
@@ -190,7 +193,7 @@ class Runtime(Strict):
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """Everything in which `{port}` and `{model}` are replaced."""
+        """Everything in which `{port}`, `{model}` and `{name}` are replaced."""
         return (*self.command, *self.args, *self.env.values())
 
     @model_validator(mode="after")
@@ -286,6 +289,11 @@ class Preset(PresetFile):
     def argv(self, port: int, host: str = "127.0.0.1") -> tuple[str, ...]:
         """The command that starts the engine on that address; for a container, what its entry point is given."""
         return command.argv(self, port, host)
+
+    @property
+    def served_as(self) -> str | None:
+        """The only name its engine answers to; None: any."""
+        return command.served_as(self)
 
     def environment(self, port: int) -> dict[str, str]:
         """The variables the engine gets on top of the gate's own."""

@@ -5,20 +5,20 @@ that systemd starts anew behind the gate's back would hold the card of somebody 
 
 systemctl is asked only where the kernel cannot tell: while the unit's main process lives, a look at /proc is enough,
 and systemd itself is asked every few seconds. Every call is bounded. A unit's name cannot become an option or a
-pattern: it is checked, and stands behind `--`.
+pattern: it is checked (units.py), and stands behind `--`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 from gpu_turnstile.runtimes import records
 from gpu_turnstile.runtimes.base import StartFailed, StopFailed
+from gpu_turnstile.runtimes.units import unit_name
 
 CALL = 10.0  # seconds one call of systemctl or journalctl may take
 START = 60.0  # seconds until a started unit has a process or is active
@@ -27,17 +27,8 @@ POLL = 0.25  # seconds between two looks
 ASK = 5.0  # seconds between two questions to systemd while the main process lives
 LINES = 50  # of output
 
-_UNIT = re.compile(r"[A-Za-z0-9:_.\\][A-Za-z0-9:_.\\@-]{0,254}")
 _PROPERTIES = "MainPID,ActiveState,SubState,Result,Job"
 _GONE = ("inactive", "failed")
-
-
-def unit_name(text: str) -> str:
-    """The full name of a service. Raises ValueError."""
-    name = text if text.endswith(".service") else f"{text}.service"
-    if not _UNIT.fullmatch(name) or name == ".service":
-        raise ValueError(f'"{text}" cannot be the name of a service unit: letters, digits, ":", "_", ".", "@", "-"')
-    return name
 
 
 @dataclass(frozen=True, slots=True)
