@@ -383,7 +383,12 @@ def test_explain_lists_every_setting_with_value_source_default_and_meaning() -> 
 
 
 def test_updates_are_plainly_said_to_do_nothing() -> None:
-    assert all("not used" in row.meaning for row in Settings().explain() if "UPDATE" in row.name)
+    assert all("no effect" in row.meaning for row in Settings().explain() if "UPDATE" in row.name)
+    assert load({}).warnings == ()
+    assert load({"AUTO_UPDATE": "off"}).warnings == ()
+    for name, value in (("AUTO_UPDATE", "true"), ("UPDATE_INTERVAL", "1h"), ("UPDATE_ASSET", "x")):
+        (warning,) = load({name: value}).warnings
+        assert warning.startswith(f"environment: {name} has no effect")
 
 
 @pytest.mark.parametrize("text", ["s3cret", "a:s3cret,b:s3cret", "me:s3cret x", "m e:s3cret"])

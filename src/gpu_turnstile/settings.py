@@ -124,12 +124,12 @@ class Settings:
     backoff_initial: float = _setting(_time, "1s", "first pause before an upstream that refused is tried again")
     backoff_max: float = _setting(_time, "60s", "longest such pause; it doubles from try to try")
     prompt_capture_limit: int = _setting(_bytes, "65536", "bytes of the /prompt answer kept to find prompt_id")
-    auto_update: bool = _setting(v.switch, "true", "not used: there are no signed updates yet, nothing is fetched")
-    update_interval: float = _setting(_time, "6h", "not used: there are no signed updates yet")
-    update_repo: str = _setting(
-        v.web_url, "https://git.rambossek.at/PUBLIC/gpu-turnstile", "not used: there are no signed updates yet"
+    auto_update: bool = _setting(
+        v.switch, "true", "no effect: this build has no key to check releases with, so nothing is fetched"
     )
-    update_asset: str = _setting(str, "gpu-turnstile.exe", "not used: there are no signed updates yet")
+    update_interval: float = _setting(_time, "6h", "no effect, as AUTO_UPDATE")
+    update_repo: str = _setting(v.web_url, "https://git.rambossek.at/PUBLIC/gpu-turnstile", "no effect, as AUTO_UPDATE")
+    update_asset: str = _setting(str, "gpu-turnstile.exe", "no effect, as AUTO_UPDATE")
     no_color: bool = _setting(bool, "", "any value switches colours off, also on a terminal")
 
     # Engines the gate owns: the swap document. A plain number is seconds.
@@ -366,7 +366,18 @@ def _check(settings: Settings) -> list[str]:
         raise _conflict(settings, "LISTEN_OLLAMA", "is off and so is LISTEN_COMFY: there is nothing to listen on")
     if ollama and comfy and ollama.port and ollama.port == comfy.port and _meet(ollama.host, comfy.host):
         raise _conflict(settings, "LISTEN_COMFY", "is the same address as LISTEN_OLLAMA")
-    return list(_loops(settings))
+    return [*_loops(settings), *_without_effect(settings)]
+
+
+def _without_effect(settings: Settings) -> Iterator[str]:
+    """The turnstile document's own rule: a build without a key to check releases with never updates itself."""
+    for name in SPECS:
+        asked = (name == "AUTO_UPDATE" and settings.auto_update) or name.startswith("UPDATE_")
+        if asked and settings.source(name) != "default":
+            yield (
+                f"{settings.source(name)}: {name} has no effect: this build has no key to check releases with, "
+                "so it never updates itself; update it by hand, and say AUTO_UPDATE=off"
+            )
 
 
 def _conflict(settings: Settings, name: str, message: str) -> SettingsError:
