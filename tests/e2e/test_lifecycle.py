@@ -16,6 +16,7 @@ from gpu_turnstile.runtimes.group import ProcessGroup
 from gpu_turnstile.sim import GB
 from tests.aio import run_async, until
 from tests.e2e.house import House, PresetText, house, llama, write
+from tests.runtimes.systemctl import FakeSystemd
 
 DEAF = ("--sim-fault", "ignore_sigterm")
 HEALTHY_ONCE = """
@@ -207,3 +208,25 @@ async def test_listings_during_a_swap_are_whole_quick_and_wake_nobody(tmp_path):
             assert [model["name"].partition(":")[0] for model in listing.json()["models"]] == ["a", "b", "c"]
         assert (await swap).status_code == 200
         assert [f["tenant"] for k, f in h.events if k == "admitting"] == ["a", "b"]
+
+
+# ------------------------------------------------------------------------------------------------------- systemd
+
+
+@pytest.mark.parametrize("user", [True, False])
+def test_a_unit_of_the_user_is_asked_for_among_the_users_units(tmp_path, monkeypatch, user):
+    (tmp_path / "systemd").mkdir()
+    fake = FakeSystemd(tmp_path / "systemd", monkeypatch)
+    fake.unit("llm.service", '"fails": 1')
+    text = f'engine = "command"\n[runtime]\nkind = "systemd"\nunit = "llm"\nport = 1\nuser = {str(user).lower()}\n'
+
+    @run_async
+    async def ask() -> None:
+        async with house(tmp_path, [PresetText("a", text)]) as h:
+            answer = await h.chat("a")
+            assert answer.status_code == 503
+            assert "llm.service failed (exit-code)" in answer.json()["error"]["message"]
+
+    ask()
+    assert fake.calls
+    assert {"--user" in call.split() for call in fake.calls} == {user}
