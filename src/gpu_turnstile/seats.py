@@ -17,7 +17,7 @@ from gpu_turnstile.core.model import Tenant
 from gpu_turnstile.engines.base import Engine, Health, Released
 from gpu_turnstile.gpu.base import Reading
 from gpu_turnstile.gpu.gauge import Gauge
-from gpu_turnstile.gpu.settle import Settled, SettleState, wait_free, wait_still
+from gpu_turnstile.gpu.settle import VISIBLE_FALL, Settled, SettleState, wait_free, wait_still
 from gpu_turnstile.runtimes.base import Runtime, StartFailed, StopFailed
 
 log = structlog.get_logger("seats")
@@ -164,7 +164,7 @@ class Seat:
                 await self.runtime.stop()
             except StopFailed as error:
                 return Evicted(False, False, str(error), time.monotonic() - began, clean=False)
-            held, said, left, well = self._held, "stopped", self._limits.free, True
+            held, said, left, well = self._known_to_hold(before), "stopped", self._limits.free, True
         else:
             held = await self._holding(before)
             said, well = await self._release(began + self._limits.free)
@@ -178,6 +178,12 @@ class Seat:
         back = settled.state in (SettleState.FREE, SettleState.STABLE)
         clean = (well or (back and bool(held))) and settled.state is not SettleState.TIMEOUT
         return Evicted(gone, back and clean, f"{said}; {settled.detail}", time.monotonic() - began, clean)
+
+    def _known_to_hold(self, before: Reading | None) -> int | None:
+        """Bytes an engine of ours held. One that was adopted held unknown ones, but no more than were used at all."""
+        if self._held is None and before is not None and before.used < VISIBLE_FALL:
+            return 0
+        return self._held
 
     async def _release(self, deadline: float) -> tuple[str, bool]:
         """Ask an engine somebody else runs to let go; again if that went wrong, a few times.

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -75,6 +76,17 @@ def test_a_gate_killed_while_an_engine_loads_leaves_no_second_one_on_the_card(ga
     assert gate.chat("b").status_code == 200
     assert len(engines(gate)) == 1
     assert engine_pids(str(gate.folder / "b.gguf")) == engines(gate)
+
+
+def test_an_adopted_engine_that_holds_nothing_of_the_card_leaves_at_once(gate):
+    write(gate.folder, [llama("a", "--sim-vram-gb", "0", path=str(gate.folder / "a.gguf"))])
+    gate.start()
+    assert gate.chat("a").status_code == 200
+    gate.kill()
+    gate.start()
+    began = time.monotonic()
+    assert gate.chat("b").status_code == 200
+    assert time.monotonic() - began < 5  # not the ten seconds after which nothing more is expected to fall
 
 
 def test_a_second_gate_with_the_same_state_folder_says_so_and_touches_nothing(gate):
