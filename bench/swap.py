@@ -51,7 +51,7 @@ from gpu_turnstile.sim import SimCard
 HERE = Path(__file__).resolve().parent
 LIMIT_MEDIAN_MS = 30.0
 LIMIT_P99_MS = 100.0
-BY_HAND = 15  # rounds for each preset
+BY_HAND = 8  # rounds for each preset, before and after the gate's turn
 GIVE_UP = 60.0  # seconds
 BODY = {"max_tokens": 1, "messages": [{"role": "user", "content": "hi"}]}
 STANDIN = [sys.executable, "-I", "-S", str(HERE / "standin.py"), "{port}"]
@@ -125,8 +125,7 @@ class Container:
         return self._http.request(method, path, **more).raise_for_status()  # type: ignore[arg-type]
 
 
-def by_hand(hand: Hand, preset: Preset) -> Own:
-    own = Own()
+def by_hand(hand: Hand, preset: Preset, own: Own) -> None:
     with httpx.Client(trust_env=False, timeout=GIVE_UP) as http:
         for _ in range(BY_HAND):
             began = time.monotonic()
@@ -135,7 +134,6 @@ def by_hand(hand: Hand, preset: Preset) -> Own:
             own.load.append(time.monotonic() - began)
             own.answer.append(timed(lambda url=url: http.post(f"{url}/v1/chat/completions", json=BODY)))
             own.stop.append(timed(hand.stop))
-    return own
 
 
 def until_healthy(http: httpx.Client, url: str, deadline: float) -> None:
@@ -275,8 +273,13 @@ async def measure(what: str, folder: Path, hand: Hand, count: int) -> Result:
     store = PresetStore(folder / "presets")
     store.refresh()
     presets = store.catalogue.presets
-    own = {name: await asyncio.to_thread(by_hand, hand, presets[name]) for name in NAMES}
-    return Result(what, own, await through_the_gate(folder, count))
+    own = {name: Own() for name in NAMES}
+    for name in NAMES:
+        await asyncio.to_thread(by_hand, hand, presets[name], own[name])
+    swaps = await through_the_gate(folder, count)
+    for name in NAMES:  # before and after: a machine that gets slower meanwhile is slower for both
+        await asyncio.to_thread(by_hand, hand, presets[name], own[name])
+    return Result(what, own, swaps)
 
 
 def free_port() -> int:
