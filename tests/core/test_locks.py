@@ -254,21 +254,20 @@ def test_an_owner_does_not_jump_the_queue_by_changing_over(book):
     assert book.preset == "a"
 
 
-def test_nothing_is_without_a_bound(book, monkeypatch):
-    monkeypatch.setattr(locks, "MAX_OWNERS", 2)
-    held(book, "a", "b")
+def test_nothing_is_without_a_bound(book):
+    held(book, *(f"a{number}" for number in range(locks.MAX_OWNERS)))
     said = book.lock("a", "c", TTL, 0.0)
     assert isinstance(said, Refused)
     assert said.why is Why.FULL
-    for owner in "xy":
-        book.lock("p", owner, TTL, 0.0, wait=True)
+    for number in range(locks.MAX_OWNERS):
+        assert isinstance(book.lock("p", f"x{number}", TTL, 0.0, wait=True), Queued)
     said = book.lock("p", "z", TTL, 0.0, wait=True)
     assert isinstance(said, Refused)
     assert said.why is Why.FULL
+    for number in range(locks.MAX_OWNERS):
+        book.unlock(f"x{number}", 0.0)
     for number in range(200):
         book.break_glass(float(number), "again" * 1000)
-        book.unlock("x", float(number))
-        book.unlock("y", float(number))
         held(book, f"o{number}", now=float(number))
     assert len(book.view(200.0)["ended"]) == locks.REMEMBERED
     assert len(json.dumps(book.view(200.0))) < 64_000
