@@ -15,7 +15,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import structlog
@@ -184,14 +184,14 @@ class Arbiter:
     def has_leases(self, tenant: str) -> bool:
         return self._scheduler.leases_of(tenant) > 0
 
-    async def break_glass(self, reason: str) -> list[dict[str, Any]]:
-        """End every lease by force, and a swap that hangs; returns what was cut."""
+    async def break_glass(self, reason: str, client: str = "", peer: str = "") -> list[dict[str, Any]]:
+        """End every lock and every lease by force, and a swap that hangs; returns what was cut."""
         cut: list[dict[str, Any]] = [
             {"tenant": lease.tenant, "client": lease.client, "age_s": round(self.now - lease.since, 3)}
             for lease in self.snapshot().leases
         ]
         hanging = (self._swap, self._order) if self.swapping else (None, None)
-        self._feed(Break(reason))
+        self._feed(Break(reason, client, peer))
         swap, order = hanging
         if swap is not None and order is not None:
             target = order.target if isinstance(order, StartSwap) else None
@@ -298,10 +298,9 @@ class Arbiter:
         """Pin a preset (None = the resident); the lock book's answer, or a Refuse. Durable when it returns."""
         return await self._call(lambda number: Lock(number, owner, tenant, ttl, wait, token, client))
 
-    async def unlock(
-        self, owner: str | None, caller: str | None, token: int | None, *, force: bool, open_unlock: bool
-    ) -> Any:
-        return await self._call(lambda number: Unlock(number, owner, caller, token, force, open_unlock))
+    async def unlock(self, wish: Unlock) -> Any:
+        """Let go, or take away; its ticket is given here. Durable when it returns."""
+        return await self._call(lambda number: replace(wish, ticket=number))
 
     async def renew(self, owner: str, ttl: float | None, token: int | None) -> Any:
         return await self._call(lambda number: Renew(number, owner, ttl, token))
@@ -319,7 +318,15 @@ class Arbiter:
         finally:
             del self._calls[number]
 
-    async def set_mode(self, tenant: str, wait: float | None, client: str = "") -> Refuse | None:
+    async def set_mode(
+        self,
+        tenant: str,
+        wait: float | None,
+        client: str = "",
+        *,
+        owner: str | None = None,
+        token: int | None = None,
+    ) -> Refuse | None:
         """Bring `tenant` in with no work attached; returns why not, or None when it is on the card."""
         done: asyncio.Future[Refuse | None] = asyncio.get_running_loop().create_future()
         self._number += 1
@@ -331,7 +338,7 @@ class Arbiter:
                 done.set_result(answer.refusal)
 
         ticket.on_answer = answered
-        self._feed(SetMode(ticket.number, tenant, wait, client))
+        self._feed(SetMode(ticket.number, tenant, wait, client, owner, token))
         try:
             return await done
         finally:

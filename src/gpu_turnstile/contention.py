@@ -260,13 +260,14 @@ def _moment(who: Who, kind: str, fields: dict[str, Any]) -> tuple[Kind, str, str
         case "unlocked":
             taken = [owner for owner in fields.get("cut") or () if owner in who.names]
             if taken:
-                owner, by = say(taken[0]), say(fields.get("caller")) or "somebody unnamed"
+                owner, by = say(taken[0]), say(fields.get("caller") or fields.get("peer")) or "somebody unnamed"
                 return Kind.LAPSE, owner, f"the lock of {owner} was taken away by {by}"
         case "engine_lost":
             return Kind.LOST, tenant, f"{tenant} was lost: {reason}"
         case "released":
             cut = _count(_number(fields.get("cut")), "request")
-            return Kind.RELEASED, "by hand", f"the card was forced free ({reason}); {cut} cut off"
+            by = say(fields.get("client") or fields.get("peer")) or "somebody unnamed"
+            return Kind.RELEASED, by, f"{by} forced the card free ({reason}); {cut} cut off"
         case "started":
             return Kind.RESTART, "the gate", "the gate was started: nobody knows what used the card just before"
     return None

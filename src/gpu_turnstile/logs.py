@@ -84,7 +84,8 @@ def announce(settings: Settings, presets: Path, state_dir: Path) -> None:
 def narrate(kind: str, fields: dict[str, Any]) -> None:
     """A watcher for the arbiter: one line per step of a swap, per transition and per loss."""
     log = structlog.get_logger("arbiter")
-    write = log.warning if _LOUD.get(kind) == "warn" else log.info
+    loud = _LOUD.get(kind) == "warn" or fields.get("cut")  # somebody lost work or a lock by it
+    write = log.warning if loud else log.info
     write(kind, **{f"{name}_" if name == "event" else name: value for name, value in fields.items()})
 
 

@@ -81,7 +81,7 @@ class Model:
             return self.take(place.preset, owner, place.ttl, place.client)
         return self.take(hold.preset, owner, ttl or hold.ttl, "") if hold else ("queued", self.line.index(place) + 1)
 
-    def unlock(self, owner, caller, token, free_for_all):
+    def unlock(self, owner, caller, token, free_for_all, leave):
         if self.stale(token, None):
             return ("stale",)
         caller = next((r.owner for r in self.holds if r.token == token), caller)
@@ -89,7 +89,8 @@ class Model:
         theirs = {r.client for r in self.holds + self.line if r.owner == owner} - {"", caller}
         if not (free_for_all or is_owner or (caller in (None, owner) or not theirs if owner else not self.holds)):
             return ("denied",)
-        off, out = [r for r in self.holds if owner in (None, r.owner)], [r for r in self.line if r.owner == owner]
+        off = [r for r in self.holds if owner in (None, r.owner) and not leave]
+        out = [r for r in self.line if r.owner == owner]
         self.holds, self.line = [r for r in self.holds if r not in off], [r for r in self.line if r not in out]
         return ("unlocked", [r.owner for r in off], [r.owner for r in out])
 

@@ -285,7 +285,7 @@ def test_2026_08_19_a_silent_leg_loses_its_lock_but_not_without_being_told(book)
     for said in (book.renew("leg", None, 31 * MINUTE), book.check(1, "leg", 31 * MINUTE)):
         assert isinstance(said, Missing | Stale)
         assert said.ended == lapsed
-        assert "your lock on 'a' lapsed: nothing was heard of you for its TTL, 16 min ago" in said.message
+        assert "your lock on 'a' lapsed 16 min ago: nothing was heard of you for its TTL" in said.message
     again = book.lock("a", "leg", TTL, 32 * MINUTE)
     assert isinstance(again, Granted)
     assert (again.ended, again.token) == (lapsed, 2)
@@ -459,7 +459,38 @@ def test_2026_09_08_what_is_taken_by_force_is_told_to_whom_it_was_taken_from(boo
     assert [(e.owner, e.cause, e.by) for e in said.cut] == [("bench", Cause.TAKEN, "stranger")]
     told = book.renew("bench", None, 61.0)
     assert isinstance(told, Missing)
-    assert "your lock on 'a' was taken away by stranger, 60 s ago" in told.message
+    assert "your lock on 'a' ended 60 s ago: it was taken away by stranger" in told.message
+
+
+def test_a_place_can_be_given_up_and_the_lock_kept(book):
+    held(book, "me", "you")
+    book.lock("b", "me", TTL, 0.0, wait=True)
+    book.lock("b", "x", TTL, 0.0, wait=True)
+    said = book.unlock("me", 1.0, leave=True)
+    assert isinstance(said, Unlocked)
+    assert (said.owners, said.waiters, said.cut) == ((), ("me",), ())
+    assert (book.owners, [w.owner for w in book.standing(1.0).queue]) == (("me", "you"), ["x"])
+    assert isinstance(book.unlock("x", 1.0, caller="stranger", leave=True), Unlocked), "nobody is known to be x"
+    assert book.owners == ("me", "you")
+
+
+def test_a_waiter_hears_its_position_as_news_only_when_it_is(book):
+    held(book, "me")
+    said = [book.lock("b", owner, TTL, 0.0, wait=True) for owner in "xyxy"]
+    assert [(s.position, s.news) for s in said] == [(1, True), (2, True), (1, False), (2, False)]
+    book.unlock("x", 1.0)
+    said = [book.renew("y", None, now) for now in (2.0, 3.0)]
+    assert [(s.position, s.news) for s in said] == [(1, True), (1, False)]
+
+
+def test_a_refusal_under_the_lock_also_says_that_ones_own_has_lapsed(book):
+    held(book, "me")
+    book.lapse(TTL)
+    book.lock("b", "you", TTL, TTL + 1)
+    said = book.admit(("a",), TTL + 2, owner="me")
+    assert isinstance(said, Policed)
+    assert "your lock on 'a' lapsed 2 s ago" in said.message
+    assert "your lock" not in book.admit(("a",), TTL + 2, owner="stranger").message
 
 
 def test_an_owner_may_end_all_and_so_may_its_client_and_its_token(book):
@@ -492,12 +523,12 @@ def test_who_only_waits_is_no_owner(book):
 def test_broken_glass_ends_every_hold_with_its_reason_and_leaves_the_queue(book):
     held(book, "me", "you")
     book.lock("b", "x", TTL, 0.0, wait=True)
-    said = book.break_glass(1.0, "the card is stuck")
+    said = book.break_glass(1.0, "ann (the card is stuck)")
     assert names(said.cut) == ["me", "you"]
     assert book.entitled == "x"
     told = book.check(1, "me", 2.0)
     assert told is not None
-    assert "was broken: the card is stuck" in told.message
+    assert "was broken by ann (the card is stuck)" in told.message
 
 
 def test_a_removed_preset_ends_its_lock_and_its_places(book):

@@ -88,9 +88,9 @@ class Walk:
             assert plain(book.renew(owner, ttl, now, token=token)) == model.renew(owner, ttl, token)
         elif dice < 0.75:
             name, caller = rnd.choice([None, owner, owner]), rnd.choice([None, None, *OWNERS, "key-7"])
-            force = rnd.random() < 0.2
-            said = plain(book.unlock(name, now, caller=caller, token=token, force=force))
-            assert said == model.unlock(name, caller, token, force)
+            force, leave = rnd.random() < 0.2, rnd.random() < 0.2
+            said = plain(book.unlock(name, now, caller=caller, token=token, force=force, leave=leave))
+            assert said == model.unlock(name, caller, token, force, leave)
         elif dice < 0.98:
             marked = rnd.choice([None, owner])
             answer = book.admit((preset,), now, owner=marked, token=token)

@@ -6,18 +6,23 @@ told. Wrong types, silly TTLs, unknown presets and missing owners: an answer tha
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from math import ceil
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from gpu_turnstile.control.body import read_object
-from gpu_turnstile.control.given import TheHouse
+from gpu_turnstile.control.given import Caller, TheCaller, TheHouse
 from gpu_turnstile.control.house import House
 from gpu_turnstile.control.problems import Refusal, from_scheduler
 from gpu_turnstile.core.locks import (
     Denied,
+    Ended,
     Granted,
     Missing,
     Queued,
@@ -28,17 +33,19 @@ from gpu_turnstile.core.locks import (
     check_owner,
     check_ttl,
 )
-from gpu_turnstile.core.model import Code, Refuse
+from gpu_turnstile.core.model import Code, Refuse, Unlock
 
+T = TypeVar("T")
 router = APIRouter(tags=["locks"])
 
-FIELDS = frozenset(("lock", "preset", "unlock", "renew", "owner", "ttl", "wait", "force", "token", "reason"))
+FIELDS = frozenset(("lock", "preset", "unlock", "renew", "owner", "ttl", "wait", "force", "token", "leave", "reason"))
+MAX_REASON = 500
 _EXAMPLE = {"lock": "a-preset", "owner": "me", "ttl": 900, "wait": False}
 _BODY = {"requestBody": {"content": {"application/json": {"schema": {"type": "object", "example": _EXAMPLE}}}}}
 
 
 @router.post("/lock", summary="Pin a preset", openapi_extra=_BODY)
-async def lock(request: Request, house: TheHouse) -> Response:
+async def lock(request: Request, house: TheHouse, caller: TheCaller) -> Response:
     """200 with owners and token; 202 with the position in the queue, with `wait`; 409 where others hold it.
 
     `{"lock": "<preset>" | true, "owner": "<id>"}`, with `ttl`, `wait` and `token` if wanted; or `{"renew": true, …}`.
@@ -46,14 +53,17 @@ async def lock(request: Request, house: TheHouse) -> Response:
     given = await read_object(request)
     if not given.keys() & {"lock", "preset", "renew"}:
         given["lock"] = True
-    return await act(house, given, _caller(request))
+    return await act(house, given, caller)
 
 
 @router.post("/unlock", summary="Let a lock go", openapi_extra=_BODY)
-async def unlock(request: Request, house: TheHouse) -> Response:
-    """`{"owner": "<id>"}` for one owner; without one everybody, which needs `"force": true` from who is no owner."""
+async def unlock(request: Request, house: TheHouse, caller: TheCaller) -> Response:
+    """`{"owner": "<id>"}` for one owner; without one everybody, which needs `"force": true` from who is no owner.
+
+    `{"owner": "<id>", "leave": true}` takes it out of the queue only.
+    """
     given = await read_object(request)
-    return await act(house, given | {"lock": False}, _caller(request))
+    return await act(house, given | {"lock": False}, caller)
 
 
 def is_lock_call(given: dict[str, Any]) -> bool:
@@ -61,37 +71,98 @@ def is_lock_call(given: dict[str, Any]) -> bool:
     return bool(given.keys() & (FIELDS - {"preset"}))
 
 
-def _caller(request: Request) -> str | None:
-    name = request.headers.get("x-turnstile-client", "").strip()
-    return name[:100] or None
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A body that was understood. `what`: a preset's name, True = the resident, False = unlock, None = renew."""
+
+    what: str | bool | None
+    owner: str | None
+    ttl: float | None
+    token: int | None
+    reason: str
+    wait: bool
+    force: bool
+    leave: bool
 
 
-async def act(house: House, given: dict[str, Any], caller: str | None) -> Response:
-    """Carry out one lock call. Raises Refusal for what cannot be understood."""
+def parse(given: dict[str, Any]) -> Wish:
+    """Every field is looked at, also where it changes nothing. Raises Refusal saying what would be right."""
     for key in given:
         if key not in FIELDS:
             raise Refusal("bad_request", f'the field "{key[:80]}" is unknown; there are {", ".join(sorted(FIELDS))}')
-    token, force = _token(given), _flag(given, "force")
-    wish = given.get("lock", given.get("preset"))
-    if _flag(given, "unlock"):
-        wish = False
-    if _flag(given, "renew"):
-        answer = await house.arbiter.renew(_owner(given, caller), _ttl(given, None), token)
-    elif wish is False:
-        owner = _owner(given, None) if "owner" in given else None
-        open_unlock = house.settings.llmc_open_unlock
-        answer = await house.arbiter.unlock(owner, caller, token, force=force, open_unlock=open_unlock)
-    elif wish is True or (isinstance(wish, str) and wish):
-        preset = None if wish is True else _preset(house, str(wish))
-        ttl = _ttl(given, house.settings.llmc_lock_ttl_s)
-        wait = _flag(given, "wait")
-        answer = await house.arbiter.lock(
-            _owner(given, caller), preset, ttl or 0.0, token, wait=wait, client=caller or ""
+    given = {key: value for key, value in given.items() if value is not None}
+    return Wish(
+        what=_what(given),
+        owner=_checked(given, "owner", check_owner),
+        ttl=_checked(given, "ttl", check_ttl),
+        token=_checked(given, "token", _token),
+        reason=_checked(given, "reason", _reason) or "",
+        wait=_flag(given, "wait"),
+        force=_flag(given, "force"),
+        leave=_flag(given, "leave"),
+    )
+
+
+def _what(given: dict[str, Any]) -> str | bool | None:
+    wish: object = given.get("lock", given.get("preset"))
+    unlock, renew = _flag(given, "unlock"), _flag(given, "renew")
+    if renew and (unlock or wish is not None):
+        raise Refusal("bad_request", 'a call renews, or it locks or unlocks: "renew" goes without "lock"')
+    if renew:
+        return None
+    if unlock or wish is False:
+        return False
+    if wish is True or (isinstance(wish, str) and wish):
+        return wish
+    message = 'the field "lock" must be the name of a preset, true (the resident) or false (unlock)'
+    raise Refusal("bad_request", message)
+
+
+def _checked(given: dict[str, Any], name: str, check: Callable[[object], T]) -> T | None:
+    if name not in given:
+        return None
+    try:
+        return check(given[name])
+    except ValueError as problem:
+        raise Refusal("bad_request", f'the field "{name}": {problem}') from None
+
+
+def _token(value: object) -> int:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    raise ValueError("a token is the number that the lock was given with")
+
+
+def _reason(value: object) -> str:
+    if isinstance(value, str) and len(value) <= MAX_REASON and value.isprintable():
+        return value.strip()
+    raise ValueError(f"a reason is a text of at most {MAX_REASON} printable characters")
+
+
+def _flag(given: dict[str, Any], name: str) -> bool:
+    value = given.get(name, False)
+    if isinstance(value, bool):
+        return value
+    raise Refusal("bad_request", f'the field "{name}" must be true or false')
+
+
+async def act(house: House, given: dict[str, Any], caller: Caller) -> Response:
+    """Carry out one lock call. Raises Refusal for what cannot be understood."""
+    wish, arbiter, settings = parse(given), house.arbiter, house.settings
+    token = caller.token if wish.token is None else wish.token
+    if wish.what is None:
+        answer = await arbiter.renew(_owner(wish, caller), wish.ttl, token)
+    elif wish.what is False:
+        given_owner = _owner(wish, caller) if wish.leave else wish.owner or caller.owner
+        open_to_all = settings.llmc_open_unlock
+        answer = await arbiter.unlock(
+            Unlock(0, given_owner, caller.name, token, wish.force, open_to_all, wish.leave, caller.peer, wish.reason)
         )
     else:
-        raise Refusal(
-            "bad_request", 'the field "lock" must be the name of a preset, true (the resident) or false (unlock)'
-        )
+        preset = None if wish.what is True else _preset(house, wish.what)
+        ttl = settings.llmc_lock_ttl_s if wish.ttl is None else wish.ttl
+        owner, client = _owner(wish, caller), caller.name or ""
+        answer = await arbiter.lock(owner, preset, ttl, token, wait=wish.wait, client=client)
     return _respond(answer)
 
 
@@ -100,34 +171,12 @@ def _preset(house: House, name: str) -> str:
     return found.name if found is not None else name
 
 
-def _owner(given: dict[str, Any], default: str | None) -> str:
+def _owner(wish: Wish, caller: Caller) -> str:
+    """Whose lock it is: as the body says, the header, else who calls."""
     try:
-        return check_owner(given.get("owner", default))
+        return check_owner(wish.owner or caller.owner or caller.name)
     except ValueError as problem:
         raise Refusal("bad_request", f'the field "owner": {problem}') from None
-
-
-def _ttl(given: dict[str, Any], default: float | None) -> float | None:
-    if "ttl" not in given:
-        return default
-    try:
-        return check_ttl(given["ttl"], default or 0.0)
-    except ValueError as problem:
-        raise Refusal("bad_request", f'the field "ttl": {problem}') from None
-
-
-def _token(given: dict[str, Any]) -> int | None:
-    token = given.get("token")
-    if token is None or (isinstance(token, int) and not isinstance(token, bool)):
-        return token
-    raise Refusal("bad_request", 'the field "token" must be the number that the lock was given with')
-
-
-def _flag(given: dict[str, Any], name: str) -> bool:
-    value = given.get(name, False)
-    if isinstance(value, bool):
-        return value
-    raise Refusal("bad_request", f'the field "{name}" must be true or false')
 
 
 # ------------------------------------------------------------------------------------------------------- answers
@@ -138,7 +187,13 @@ def standing(view: Standing) -> dict[str, Any]:
     return {
         "preset": view.preset,
         "owners": {
-            o.owner: {"expires_in": round(o.expires_in, 1), "ttl": o.ttl, "held": round(o.held, 1)} for o in view.owners
+            o.owner: {
+                "expires_in": round(o.expires_in, 1),
+                "ttl": o.ttl,
+                "held": round(o.held, 1),
+                "client": o.client or None,
+            }
+            for o in view.owners
         },
         "queue": [
             {
@@ -147,6 +202,7 @@ def standing(view: Standing) -> dict[str, Any]:
                 "position": w.position,
                 "expires_in": round(w.expires_in, 1),
                 "waited": round(w.waited, 1),
+                "client": w.client or None,
             }
             for w in view.queue
         ],
@@ -160,7 +216,7 @@ def _respond(answer: object) -> JSONResponse:
     now = standing(answer.standing)  # type: ignore[attr-defined]
     ended = getattr(answer, "ended", None)
     if ended is not None:
-        now["ended"] = ended.text(answer.standing.now)  # type: ignore[attr-defined]
+        now["ended"] = _told(ended, answer.standing.now)  # type: ignore[attr-defined]
     match answer:
         case Granted():
             said = {"locked": answer.preset, "owner": answer.owner, "token": answer.token, "ttl": answer.ttl}
@@ -178,6 +234,12 @@ def _respond(answer: object) -> JSONResponse:
         case Stale() | Denied():
             return _error(409, Code.LOCKED, answer.message, now, None)
     raise AssertionError(answer)
+
+
+def _told(ended: Ended, now: float) -> str:
+    """What was lost, with the time on the wall."""
+    at = datetime.fromtimestamp(time.time() - (now - ended.at), UTC)
+    return ended.text(now, at.isoformat(timespec="seconds").replace("+00:00", "Z"))
 
 
 def _error(status: int, code: str, message: str, now: dict[str, Any], retry_after: float | None) -> JSONResponse:

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from gpu_turnstile.control import locks, shapes, views
 from gpu_turnstile.control.body import read_object
 from gpu_turnstile.control.feed import Event, Feed
-from gpu_turnstile.control.given import TheFeed, TheHouse
+from gpu_turnstile.control.given import TheCaller, TheFeed, TheHouse
 from gpu_turnstile.control.house import House
 from gpu_turnstile.control.problems import Refusal, from_scheduler
 from gpu_turnstile.core.model import Code, Mode, Phase, Snapshot
@@ -44,7 +44,7 @@ async def read_mode(house: TheHouse) -> shapes.ModeAnswer:
     response_model=None,
     responses={200: {"model": shapes.Status}},
 )
-async def set_mode(request: Request, house: TheHouse, feed: TheFeed, response: Response) -> Any:
+async def set_mode(request: Request, house: TheHouse, feed: TheFeed, caller: TheCaller, response: Response) -> Any:
     """Answers when the change is done. `idle` unloads (see `POST /unload`).
 
     `llm` without a model is the preset on the card, else the last one, else the route `auto`, else the external Ollama
@@ -52,14 +52,15 @@ async def set_mode(request: Request, house: TheHouse, feed: TheFeed, response: R
     """
     given = await read_object(request)
     if locks.is_lock_call(given):
-        return await locks.act(house, given, request.headers.get("x-turnstile-client", "")[:100] or None)
+        return await locks.act(house, given, caller)
     wish = _parse(given)
     if wish.mode is Mode.IDLE:
         response.status_code = await _or_gone(request, _unload(house, feed))
     else:
         tenant = _tenant(house, wish)
-        client = request.headers.get("x-turnstile-client", "control")[:100]
-        refusal = await _or_gone(request, house.arbiter.set_mode(tenant, None, client))
+        owner = caller.owner or caller.name
+        change = house.arbiter.set_mode(tenant, None, caller.said, owner=owner, token=caller.token)
+        refusal = await _or_gone(request, change)
         if refusal is not None:
             raise from_scheduler(refusal)
     return await views.status(house, feed)

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import structlog
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, ValidationError
 
-from gpu_turnstile.control.given import TheHouse
+from gpu_turnstile.control.given import TheCaller, TheHouse
 from gpu_turnstile.control.problems import Refusal
 
-log = structlog.get_logger("release")
 router = APIRouter(tags=["card"])
 
 
@@ -31,15 +29,16 @@ _BODY = {"requestBody": {"content": {"application/json": {"schema": ReleaseReque
 
 
 @router.post("/gpu-turnstile/release", summary="Force the card free", openapi_extra=_BODY)
-async def release(request: Request, house: TheHouse) -> Released:
-    """Ends every lease now, whoever holds it, and a swap that hangs. Whoever waits is served next."""
+async def release(request: Request, house: TheHouse, caller: TheCaller) -> Released:
+    """Ends every lock and every lease now, whoever holds it, and a swap that hangs. Whoever waits is served next.
+
+    Who did it, from where, why, and whose work and locks were ended stands in the log, in `/events` and in the history.
+    """
     text = await request.body()
     try:
         wish = ReleaseRequest.model_validate_json(text) if text.strip() else ReleaseRequest()
     except ValidationError as error:
         first = error.errors()[0]
         raise Refusal("bad_request", f"{'.'.join(map(str, first['loc'])) or 'the body'}: {first['msg']}", 400) from None
-    who = request.headers.get("x-turnstile-client", "control")[:100]
-    cut = await house.arbiter.break_glass(wish.reason)
-    log.warning("released", reason=wish.reason, by=who, cut=len(cut), what=cut)
+    cut = await house.arbiter.break_glass(wish.reason, caller.name or "", caller.peer)
     return Released(released=cut, reason=wish.reason)

@@ -170,7 +170,10 @@ class Lock:
 
 @dataclass(frozen=True, slots=True)
 class Unlock:
-    """Take `owner` off the lock and out of its queue; None = everybody off the lock. `caller`: who asks."""
+    """Take `owner` off the lock and out of its queue; None = everybody off the lock. `leave`: only out of the queue.
+
+    `caller`: who asks, where it says so; `peer`: where from; `reason`: what those who lose by it are told.
+    """
 
     ticket: int
     owner: str | None
@@ -178,6 +181,9 @@ class Unlock:
     token: int | None = None
     force: bool = False
     open_unlock: bool = False
+    leave: bool = False
+    peer: str = ""
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,9 +215,11 @@ class Unload:
 
 @dataclass(frozen=True, slots=True)
 class Break:
-    """Somebody breaks the glass: every lease ends now, whoever holds it."""
+    """Somebody breaks the glass: every lease ends now, whoever holds it. `client`: who; `peer`: where from."""
 
     reason: str
+    client: str = ""
+    peer: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,8 @@ from gpu_turnstile.core.model import (
 )
 from gpu_turnstile.core.policy import Rules
 
+WHOM = 20  # names of clients that are told of when all work was cut
+
 
 @dataclass(slots=True)
 class _Resident:
@@ -614,13 +616,17 @@ class Scheduler:
 
     def _on_break(self, event: Break, now: float, out: list[Effect]) -> None:
         tickets = tuple(self._leases)
+        worked = {client for resident in self._residents.values() for client, _, _ in resident.leases.values()}
         self._work_ended(self._residents.values(), now)
         for resident in self._residents.values():
             resident.leases.clear()
             resident.idle_since = now
         self._leases.clear()
-        out.append(Note("released", {"reason": event.reason, "cut": len(tickets)}))
-        self._ended(self._locks.break_glass(now, event.reason).cut, now, out)
+        gone = self._locks.break_glass(now, _blamed(event.client or event.peer, event.reason))
+        who = {"client": event.client, "peer": event.peer, "cut": len(tickets)}
+        whom = {"clients": sorted(worked)[:WHOM], "owners": list(gone.owners)}
+        out.append(Note("released", {"reason": event.reason} | who | whom))
+        self._ended(gone.cut, now, out)
         if tickets:
             out.append(Cut(tickets, event.reason))
         self._advance(now, out)
@@ -679,8 +685,11 @@ class Scheduler:
             token=event.token,
             force=event.force,
             open_unlock=event.open_unlock,
+            leave=event.leave,
+            by=_blamed(event.caller or event.peer, event.reason),
         )
-        self._answered(event.ticket, answer, now, out, caller=event.caller, force=event.force)
+        who = {"caller": event.caller, "peer": event.peer, "force": event.force, "reason": event.reason}
+        self._answered(event.ticket, answer, now, out, **who)
 
     def _on_renew(self, event: Renew, now: float, out: list[Effect]) -> None:
         self._expire(now, out)
@@ -693,7 +702,7 @@ class Scheduler:
                 kind = "locked" if fresh or moved_from else "renewed"
                 out.append(Note(kind, {"owner": owner, "preset": preset, "token": answer.token, "ttl": answer.ttl}))
                 self._refuse_policed(now, out)
-            case Queued(owner=owner, preset=preset, position=position):
+            case Queued(owner=owner, preset=preset, position=position) if answer.news:
                 out.append(Note("lock_queued", {"owner": owner, "preset": preset, "position": position}))
             case Unlocked(owners=owners, waiters=waiters) if owners or waiters:
                 fields = {"owners": list(owners), "waiters": list(waiters), "cut": [e.owner for e in answer.cut]}
@@ -903,3 +912,8 @@ class Scheduler:
         if self._swap is not None:
             return self._swap.name
         return self._drain.target if self._drain else None
+
+
+def _blamed(who: str, reason: str) -> str:
+    """Who took a lock away and why, as its owner is told."""
+    return f"{who} ({reason})" if who and reason else who or reason

@@ -169,6 +169,8 @@ class Exchange:
                 return
             self._streamed = True
             self._upstream = upstream
+            if upstream is self.gateway.control:
+                wire.introduce(head, self.client.peer(head) if self.client is not None else "")
             self._open()
         if head.expect and head.http11 and not self._dead and not self._request.done and self.client is not None:
             self.client.transport.write(CONTINUE)

@@ -441,8 +441,10 @@ class ClientConnection(asyncio.Protocol):
 
     def who(self, head: RequestHead) -> str:
         """Who asks: its key's name, the name it gives itself, else its address and its program."""
-        if head.client:
-            return head.client.decode("latin-1")[:100]
+        return head.client.decode("utf-8", "replace")[:100] if head.client else self.peer(head)
+
+    def peer(self, head: RequestHead) -> str:
+        """Where a request comes from: its address and its program."""
         if not self._who:
             self._who = f"{self._address()} {head.user_agent.decode('latin-1')[:60]}".strip()
         return self._who

@@ -41,6 +41,7 @@ _REASON: Final = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
 _FIELD: Final = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[\t\x20-\x7e\x80-\xff]*\r\n")
 
 _OUR_FIELDS: Final = frozenset((b"x-turnstile-lock", b"x-turnstile-owner"))
+_WHO_FIELDS: Final = frozenset((b"x-turnstile-client", b"x-turnstile-peer"))
 _KEY_FIELDS: Final = frozenset((b"authorization", b"x-api-key"))
 
 Header = tuple[bytes, bytes]
@@ -352,6 +353,18 @@ def _dropped(connection: bytes) -> frozenset[bytes]:
         return _HOP_BY_HOP
     named = tokens(connection)
     return _HOP_BY_HOP if named <= _USUAL else _HOP_BY_HOP | (named - _UNDERSTOOD)
+
+
+def introduce(head: RequestHead, peer: str) -> None:
+    """Say in a request to the control API who asks and where from, as the gate knows it, whatever the client wrote.
+
+    Which lock it means, the control API reads itself.
+    """
+    head.headers = [(name, value) for name, value in head.headers if name.lower() not in _WHO_FIELDS]
+    if head.client:
+        head.headers.append((b"X-Turnstile-Client", head.client))
+    head.headers.append((b"X-Turnstile-Peer", peer.encode("latin-1", "replace")))
+    head.lock_token = head.lock_owner = b""
 
 
 def request_bytes(head: RequestHead, target: bytes, length: int | None, chunked: bool) -> bytes:

@@ -370,7 +370,7 @@ class History:
 
 def _event(kind: str, at: float, fields: dict[str, Any]) -> Event:
     tenant = fields.get("tenant") or fields.get("target") or fields.get("preset")
-    client = fields.get("client") or fields.get("caller") or fields.get("owner")
+    client = fields.get("client") or fields.get("caller") or fields.get("peer") or fields.get("owner")
     length = len(str(fields))
     kept = fields if length <= FIELDS_LIMIT else {"too_long": length}
     return Event(at, kind, kept, 0, _text(tenant) if tenant else None, _text(client) if client else None)

@@ -127,8 +127,13 @@ class LockBook(State):
         token: int | None = None,
         force: bool = False,
         open_unlock: bool = False,
+        leave: bool = False,
+        by: str = "",
     ) -> Unlocked | Denied | Stale:
         """Take `owner` off the lock and out of the queue; None takes everybody off the lock, the queue stays.
+
+        `leave`: only out of the queue, so that an owner who waits for another preset can give that up and keep what it
+        holds. `by`: who did it and why, for those who lose by it, where that is more than the `caller`'s name.
 
         2026-09-08: a bare unlock handed the card away under a running bench. So whoever is no owner may not end
         others' holds, unless it uses `force`, or `open_unlock` allows it to all (the document's behaviour).
@@ -141,10 +146,10 @@ class LockBook(State):
             caller = self.owner_of(token)
         if not (force or open_unlock or self._may_end(owner, caller)):
             return Denied(caller, owner, self.standing(now))
-        owners = tuple(name for name in self.holds if owner in (None, name))
+        owners = () if leave else tuple(name for name in self.holds if owner in (None, name))
         waiters = tuple(name for name in self.queue if name == owner)
         own = self._names(caller if caller is not None or force or owner is None else owner)
-        gone = self.end(owners, waiters, Cause.TAKEN, now, caller or "")
+        gone = self.end(owners, waiters, Cause.TAKEN, now, by or caller or "")
         for name in own:
             self.endings.pop(name, None)
         return Unlocked(owners, waiters, tuple(ended for ended in gone if ended.owner not in own), self.standing(now))
@@ -153,10 +158,10 @@ class LockBook(State):
         """`unlock` without an owner."""
         return self.unlock(None, now, **who)
 
-    def break_glass(self, now: float, reason: str) -> Unlocked:
+    def break_glass(self, now: float, by: str) -> Unlocked:
         """Everybody is off the lock, whoever asks. The queue stays: waiting cannot be stuck, its head is next."""
         owners = tuple(self.holds)
-        return Unlocked(owners, (), self.end(owners, (), Cause.BROKEN, now, reason), self.standing(now))
+        return Unlocked(owners, (), self.end(owners, (), Cause.BROKEN, now, by), self.standing(now))
 
     def keep_presets(self, known: Collection[str], now: float) -> tuple[Ended, ...]:
         """Presets were removed: their lock and the places that wait for them end. Also after `recover`."""
@@ -186,15 +191,16 @@ class LockBook(State):
             if head is not None and owner is not None and head.preset in wants:
                 return self._grant(head.preset, owner, head.ttl, now, head.client)
             return None
-        return self.police(wants, now)
+        return self.police(wants, now, owner)
 
     def allows(self, wants: Collection[str]) -> bool:
         """Whether a request for `wants` may run while this lock lives."""
         return self.preset is None or self.preset in wants
 
-    def police(self, wants: tuple[str, ...], now: float) -> Policed:
-        """Why a request for `wants` may not run: who holds the lock, and until when."""
-        return Policed(wants, self._retry(now), self.standing(now))
+    def police(self, wants: tuple[str, ...], now: float, owner: str | None = None) -> Policed:
+        """Why a request for `wants` may not run: who holds the lock, until when, and whether `owner` lost its own."""
+        lost = None if owner is None else self.endings.get(owner)
+        return Policed(wants, self._retry(now), self.standing(now), lost)
 
     def check(self, token: int, owner: str | None, now: float) -> Stale | None:
         """Fencing: None when `token` names a hold that lives (and is `owner`'s)."""
@@ -312,7 +318,8 @@ class LockBook(State):
     def _queued(self, owner: str, place: Place, now: float) -> Queued:
         position = list(self.queue).index(owner) + 1
         poll = max(1.0, min(POLL, (place.until - now) / 3))
-        return Queued(place.preset, owner, position, poll, self.standing(now), self.endings.get(owner))
+        news, place.told = place.told != position, position
+        return Queued(place.preset, owner, position, poll, news, self.standing(now), self.endings.get(owner))
 
     def _refused(self, preset: str, owner: str, why: Why, now: float) -> Refused:
         return Refused(preset, owner, why, self._retry(now), self.standing(now), self.endings.get(owner))

@@ -32,6 +32,7 @@ class Place:
     until: float
     since: float
     client: str
+    told: int = 0  # the position its owner was told last
 
 
 @dataclass(slots=True)

@@ -99,7 +99,7 @@ class Standing:
 class Ended:
     """A hold (`token` > 0) or a place in the queue (`token` 0) that ended without its owner's doing.
 
-    `at` is the moment it ended, also when it was noticed later. `by`: who took it away, or the reason given.
+    `at` is the moment it ended, also when it was noticed later. `by`: who took it away, and why.
     """
 
     owner: str
@@ -109,15 +109,18 @@ class Ended:
     token: int = 0
     by: str = ""
 
-    def text(self, now: float) -> str:
+    def text(self, now: float, clock: str = "") -> str:
+        """`clock`: when it was, as a wall clock says it, where the caller has one."""
         what = "lock on" if self.token else "place in the queue for"
         how = {
-            Cause.SILENT: "lapsed: nothing was heard of you for its TTL",
-            Cause.TAKEN: f"was taken away by {self.by or 'somebody'}",
-            Cause.BROKEN: f"was broken: {self.by or 'no reason was given'}",
-            Cause.PRESET_GONE: "ended: the preset was removed",
+            Cause.SILENT: "nothing was heard of you for its TTL",
+            Cause.TAKEN: f"it was taken away by {self.by or 'somebody'}",
+            Cause.BROKEN: f"it was broken by {self.by or 'somebody'}",
+            Cause.PRESET_GONE: "the preset was removed",
         }[self.cause]
-        return f"your {what} {self.preset!r} {how}, {span(now - self.at)} ago"
+        ended = "lapsed" if self.cause is Cause.SILENT else "ended"
+        ago = f"{span(now - self.at)} ago"
+        return f"your {what} {self.preset!r} {ended} {f'at {clock}, {ago}' if clock else ago}: {how}"
 
 
 # ------------------------------------------------------------------------------------------------------- answers
@@ -144,12 +147,16 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """The owner waits at `position`. Ask again within `retry_after` seconds: asking is what keeps the place."""
+    """The owner waits at `position`. Ask again within `retry_after` seconds: asking is what keeps the place.
+
+    `news`: it was not told that position before.
+    """
 
     preset: str
     owner: str
     position: int
     retry_after: float
+    news: bool
     standing: Standing
     ended: Ended | None = None
 
@@ -235,15 +242,17 @@ class Denied:
 
 @dataclass(frozen=True, slots=True)
 class Policed:
-    """A request that may not run under the lock. `wants` as it asked for."""
+    """A request that may not run under the lock. `wants` as it asked for; `ended`: what its owner lost, untold yet."""
 
     wants: tuple[str, ...]
     retry_after: float
     standing: Standing
+    ended: Ended | None = None
 
     @property
     def message(self) -> str:
-        return f"{self.wants[0]!r} cannot run now: the card's lock is {self.standing}"
+        lost = f"; {self.ended.text(self.standing.now)}" if self.ended else ""
+        return f"{self.wants[0]!r} cannot run now: the card's lock is {self.standing}{lost}"
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
