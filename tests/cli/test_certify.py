@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import sys
+import time
 
 import pytest
 
@@ -21,8 +22,12 @@ urllib.request.urlopen(urllib.request.Request(sys.argv[1] + "/v1/chat/completion
 
 
 async def certify(url: str, *args: str) -> tuple[int, str, str]:
+    return await command(url, "certify", *args)
+
+
+async def command(url: str, *args: str) -> tuple[int, str, str]:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "gpu_turnstile", "certify", *args),
+        *(sys.executable, "-m", "gpu_turnstile", *args),
         env={**os.environ, "TURNSTILE_URL": url},
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -59,3 +64,20 @@ async def test_without_a_gate_or_a_command_nothing_is_run(tmp_path):
     assert (code, mark.exists(), err.count("\n")) == (3, False, 1)
     code, _, err = await certify("http://127.0.0.1:9", "--", "no-such-command-here")
     assert (code, "no such command" in err) == (127, True)
+
+
+@run_async
+async def test_under_run_the_measurement_is_the_locks_owners_and_fails_fast_where_others_hold_it(tmp_path):
+    async with house(tmp_path, [llama("a"), llama("b")]) as h:
+        await h.chat("a")
+        chat = (sys.executable, "-c", CHAT, h.gate, "bench")
+        run = ("run", "--no-wait", "--preset", "a", "--owner", "bench", "--", sys.executable, "-m", "gpu_turnstile")
+        code, _, err = await command(h.gate, *run, "certify", "--", *chat)
+        assert (code, err.split(":")[0]) == (0, "clean")
+        await h.http.post(f"{h.gate}/lock", json={"lock": "b", "owner": "somebody"})
+        began = time.monotonic()
+        code, out, err = await command(h.gate, *run, "certify", "--", *chat)
+        assert (code, out, "held on 'b' by somebody" in err) == (125, "", True)
+        assert time.monotonic() - began < 5
+        assert not h.view.locks.queue
+        await h.http.post(f"{h.gate}/unlock", json={"owner": "somebody"})

@@ -200,11 +200,24 @@ def test_an_error_nobody_expected_is_not_hidden(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize(
     ("args", "said"),
-    [(("--log-level", "loud"), "is not one of debug, info, warn, error"), (("--presets", "nowhere"), "is no folder")],
+    [
+        (("--log-level", "loud"), "is not one of debug, info, warn, error"),
+        (("--presets", "nowhere"), "is no folder"),
+        (("--config", "nowhere.env"), "--config: nowhere.env: no such file"),
+    ],
 )
 def test_wrong_options_of_serve_are_exit_code_2(args: tuple[str, ...], said: str) -> None:
     result = run("serve", *args)
     assert (result.exit_code, said in result.stderr, result.stderr.count("\n")) == (2, True, 1)
+
+
+def test_only_a_file_that_was_typed_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The turnstile document: a missing file is fine. A path that somebody types is a slip if it is not there."""
+    root = Composition(monkeypatch)
+    monkeypatch.setenv("GPU_TURNSTILE_CONFIG", "nowhere.env")
+    assert (run("serve").exit_code, len(root.calls)) == (7, 1)
+    shown = run("settings", "--config", "nowhere.env")
+    assert (shown.exit_code, shown.stderr) == (2, "turnstile: --config: nowhere.env: no such file\n")
 
 
 # ------------------------------------------------------------------------------------- presets and settings

@@ -144,6 +144,11 @@ async def test_who_gives_up_waiting_leaves_the_queue(tmp_path):
 
         await asyncio.to_thread(interrupted)
         assert waiters(h) == []
+        mine = await asyncio.to_thread(ts.lock, "a")  # giving up another preset does not cost what one has
+        with pytest.raises(Locked):
+            await asyncio.to_thread(ts.lock, "b", wait=0.1)
+        assert (holders(h), waiters(h)) == (["you", "me"], [])
+        await asyncio.to_thread(mine.release)
         await asyncio.to_thread(holder.release)
 
 

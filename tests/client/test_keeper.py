@@ -121,7 +121,7 @@ def test_leaving_the_queue_does_not_end_another_hold_of_the_same_owner():
     keeper = Keeper("a", "me", wait=True)
     keeper.ask(0.0)
     keeper.asked(queued(1, 10.0, "me"), 0.0, 0.0)
-    assert keeper.farewell() is None
+    assert keeper.farewell().body == {"lock": False, "owner": "me", "leave": True}
 
 
 def test_a_call_whose_answer_never_came_is_taken_back():

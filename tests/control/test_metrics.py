@@ -37,6 +37,11 @@ def test_names_and_types_are_the_documents(tmp_path: Path) -> None:
                 "gpu_turnstile_unload_failures": "counter",
                 "gpu_turnstile_queue_length": "gauge",
                 "gpu_turnstile_queue_oldest_seconds": "gauge",
+                "gpu_turnstile_locked": "gauge",
+                "gpu_turnstile_lock_owners": "gauge",
+                "gpu_turnstile_lock_expires_seconds": "gauge",
+                "gpu_turnstile_lock_queue_length": "gauge",
+                "gpu_turnstile_lock_queue_oldest_seconds": "gauge",
                 "gpu_turnstile_requests": "counter",
                 "gpu_turnstile_upstream_died_midstream": "counter",
                 "gpu_turnstile_upstream_unreachable": "counter",
@@ -82,5 +87,27 @@ def test_waits_swaps_and_the_line_are_measured(tmp_path: Path) -> None:
             assert values["gpu_turnstile_queue_length", ""] == 2
             assert values["gpu_turnstile_queue_oldest_seconds", ""] >= 0
             assert values["gpu_turnstile_requests_total", ""] == 7
+
+    run(scenario())
+
+
+def test_the_lock_its_owners_their_time_and_its_queue_are_measured(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with stage(tmp_path) as s:
+            arbiter = s.house.arbiter
+            _, values = await scrape(s)
+            assert (values["gpu_turnstile_lock_owners", ""], values["gpu_turnstile_lock_queue_length", ""]) == (0, 0)
+            assert not [
+                name for name, _ in values if name in ("gpu_turnstile_locked", "gpu_turnstile_lock_expires_seconds")
+            ]
+            for owner, preset, ttl in (("ann", "one", 60.0), ("bob", "one", 600.0), ("cid", "two", 60.0)):
+                await arbiter.lock(owner, preset, ttl, None, wait=True)
+            _, values = await scrape(s)
+            assert values["gpu_turnstile_locked", "preset=one"] == 1
+            assert values["gpu_turnstile_lock_owners", ""] == 2
+            assert 59 < values["gpu_turnstile_lock_expires_seconds", "owner=ann"] <= 60
+            assert 599 < values["gpu_turnstile_lock_expires_seconds", "owner=bob"] <= 600
+            assert values["gpu_turnstile_lock_queue_length", ""] == 1
+            assert 0 <= values["gpu_turnstile_lock_queue_oldest_seconds", ""] < 1
 
     run(scenario())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
@@ -51,13 +52,15 @@ def unlock(
     owner: Owner = None,
     token: Token = None,
     force: Annotated[bool, typer.Option("--force", help="Others' too; without --owner everybody's.")] = False,
+    leave: Annotated[bool, typer.Option("--leave", help="Only leave the queue; keep what is locked.")] = False,
+    reason: Annotated[str | None, typer.Option("--reason", help="Told to those who lose their lock by it.")] = None,
     url: Url = None,
     as_json: Json = False,
 ) -> None:
     """Let a lock go, and the place in the queue. Exit code 4: it takes --force."""
     from gpu_turnstile.cli import hold
 
-    hold.unlock(url, owner, token, force, as_json)
+    hold.unlock(url, owner, token, force, leave, reason, as_json)
 
 
 def queue(url: Url = None, as_json: Json = False) -> None:
@@ -109,7 +112,10 @@ def run(
 def certify(
     command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="The measurement, after two dashes.")],
     owner: Annotated[
-        list[str] | None, typer.Option("--owner", help="Whose requests are the measurement's own; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            "--owner", help="Whose requests are the measurement's own; may be repeated. [default: TURNSTILE_OWNER]"
+        ),
     ] = None,
     client: Annotated[
         list[str] | None, typer.Option("--client", help="Clients that belong to it; may be repeated.")
@@ -123,7 +129,8 @@ def certify(
     """Run a measurement and say whether it was alone on the card. Exit code 3: it was not, or nobody knows."""
     from gpu_turnstile.cli.certify import certify as start
 
-    query = {"owner": owner or [], "client": client or [], "allow": allow or []}
+    owner = owner or [name for name in [os.environ.get("TURNSTILE_OWNER")] if name]
+    query = {"owner": owner, "client": client or [], "allow": allow or []}
     raise typer.Exit(start(url, command, query, as_json))
 
 

@@ -65,11 +65,20 @@ def renew(url: str | None, owner: str | None, ttl: float | None, token: int | No
     _say(answer, as_json, "renewed")
 
 
-def unlock(url: str | None, owner: str | None, token: int | None, force: bool, as_json: bool) -> None:
+def unlock(
+    url: str | None,
+    owner: str | None,
+    token: int | None,
+    force: bool,
+    leave: bool,
+    reason: str | None,
+    as_json: bool,
+) -> None:
     """Without an owner: the caller's own; with force and without an owner: everybody's."""
-    everybody = force and owner is None
+    everybody = force and owner is None and not leave
+    token = None if force or leave else _token(owner, token)
     with Gate(url).calling() as ts:
-        done = ts.unlock(owner or caller(), None if force else _token(owner, token), force=force, everybody=everybody)
+        done = ts.unlock(owner or caller(), token, force=force, everybody=everybody, leave=leave, reason=reason)
     if as_json:
         typer.echo(json.dumps(done.raw, indent=2))
         return
@@ -78,7 +87,8 @@ def unlock(url: str | None, owner: str | None, token: int | None, force: bool, a
     if done.waiters:
         typer.echo(f"left the queue: {', '.join(map(clean, done.waiters))}")
     if not (done.owners or done.waiters):
-        typer.echo("nobody" if everybody else f"{clean(owner or caller())} held no lock and was not in the queue")
+        nothing = "was not in the queue" if leave else "held no lock and was not in the queue"
+        typer.echo("nobody" if everybody else f"{clean(owner or caller())} {nothing}")
 
 
 def queue(url: str | None, as_json: bool) -> None:

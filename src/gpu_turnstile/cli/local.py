@@ -74,6 +74,7 @@ def list_presets(folder: Path | None, as_json: bool) -> None:
 
 
 def settings(config: Path | None, as_json: bool) -> None:
+    config = places.config_file(config)
     try:
         loaded = Settings.load(config)
     except SettingsError as problem:

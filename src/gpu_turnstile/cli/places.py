@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from gpu_turnstile.cli.say import WRONG, fail
+
 APP = "gpu-turnstile"
 DEFAULT_PORT = 11434
 _WILDCARDS = ("", "0.0.0.0", "::")
@@ -28,6 +30,13 @@ def state_dir(given: Path | None) -> Path:
     from platformdirs import user_state_path
 
     return user_state_path(APP, appauthor=False)
+
+
+def config_file(given: Path | None) -> Path | None:
+    """What was typed; it ends the command if it is not there. Only a file that nobody typed may be missing."""
+    if given is not None and not given.exists():
+        fail(f"--config: {given}: no such file", WRONG)
+    return given
 
 
 def gate_url(given: str | None) -> str:

@@ -16,6 +16,7 @@ _AT_START = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES, errno.EPERM, e
 
 def serve(config: Path | None, presets: Path | None, state_dir: Path | None, log_level: str | None) -> int:
     """Run the gate until it is told to stop; its exit code."""
+    config = places.config_file(config)
     if presets is not None and not presets.is_dir():
         fail(f"--presets: {presets} is no folder", WRONG)
     try:

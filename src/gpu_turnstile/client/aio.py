@@ -104,9 +104,16 @@ class AsyncTurnstile:
         return wire.read_lock(call, await self._send(call))
 
     async def unlock(
-        self, owner: str | None = None, token: int | None = None, *, force: bool = False, everybody: bool = False
+        self,
+        owner: str | None = None,
+        token: int | None = None,
+        *,
+        force: bool = False,
+        everybody: bool = False,
+        leave: bool = False,
+        reason: str | None = None,
     ) -> Unlocked:
-        call = wire.unlock(None if everybody else owner or self.owner, token, force)
+        call = wire.unlock(None if everybody else owner or self.owner, token, force, leave, reason)
         return wire.read_unlock(call, await self._send(call))
 
     async def release(self, reason: str) -> list[dict[str, Any]]:

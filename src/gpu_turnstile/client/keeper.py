@@ -149,11 +149,12 @@ class Keeper:
         A hold is ended by its token, so nobody's later hold under the same name ends with it. A place has none.
         """
         if self.granted is not None and self.lost is None:
-            return wire.unlock(self.owner, self.token, False)
+            return wire.unlock(self.owner, self.token)
         waiting = self._asked and self.granted is None
-        if waiting and self.queued is not None and any(o.owner == self.owner for o in self.queued.owners):
-            return None  # it holds another preset, which an unlock would end too; the place ends by silence
-        return wire.unlock(self.owner, None, False) if waiting or self.requeue else None
+        holds_another = self.queued is not None and any(o.owner == self.owner for o in self.queued.owners)
+        if waiting or self.requeue:
+            return wire.unlock(self.owner, None, leave=waiting and holds_another)
+        return None
 
 
 class Held:

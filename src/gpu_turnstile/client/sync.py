@@ -117,10 +117,20 @@ class Turnstile:
         return wire.read_lock(call, self._send(call))
 
     def unlock(
-        self, owner: str | None = None, token: int | None = None, *, force: bool = False, everybody: bool = False
+        self,
+        owner: str | None = None,
+        token: int | None = None,
+        *,
+        force: bool = False,
+        everybody: bool = False,
+        leave: bool = False,
+        reason: str | None = None,
     ) -> Unlocked:
-        """End `owner`'s lock and place (yours unless said), or with `everybody` all locks. Raises Locked if denied."""
-        call = wire.unlock(None if everybody else owner or self.owner, token, force)
+        """End `owner`'s lock and place (yours unless said), or with `everybody` all locks. Raises Locked if denied.
+
+        `leave`: only the place in the queue. `reason` is told to those who lose by it.
+        """
+        call = wire.unlock(None if everybody else owner or self.owner, token, force, leave, reason)
         return wire.read_unlock(call, self._send(call))
 
     def release(self, reason: str) -> list[dict[str, Any]]:

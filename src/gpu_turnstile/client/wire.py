@@ -97,8 +97,11 @@ def renew(owner: str, ttl: float | None, token: int | None) -> Call:
     return Call("POST", "/lock", {"renew": True, "owner": owner} | _given(ttl=ttl, token=token))
 
 
-def unlock(owner: str | None, token: int | None, force: bool) -> Call:
-    return Call("POST", "/unlock", {"lock": False} | _given(owner=owner, token=token, force=force or None))
+def unlock(
+    owner: str | None, token: int | None, force: bool = False, leave: bool = False, reason: str | None = None
+) -> Call:
+    fields = _given(owner=owner, token=token, force=force or None, leave=leave or None, reason=reason)
+    return Call("POST", "/unlock", {"lock": False} | fields)
 
 
 def release(reason: str) -> Call:

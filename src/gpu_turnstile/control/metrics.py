@@ -56,6 +56,7 @@ class _Collector(Collector):
         yield from self._jobs()
         yield from self._times()
         yield from self._line()
+        yield from self._locks()
         yield from self._traffic()
         yield InfoMetricFamily(P[:-1], "The running program", {"version": __version__})
 
@@ -104,6 +105,26 @@ class _Collector(Collector):
         yield GaugeMetricFamily(P + "queue_length", "Requests that wait for the card", len(waiting))
         oldest = max((now - ticket.since for ticket in waiting), default=0.0)
         yield GaugeMetricFamily(P + "queue_oldest_seconds", "How long the oldest of them has waited", oldest)
+
+    def _locks(self) -> Iterator[Metric]:
+        """One series for each owner of the moment, 256 at most: for an alarm before somebody's lock lapses."""
+        locks = self._house.arbiter.snapshot().locks
+        locked = GaugeMetricFamily(P + "locked", "1 for the preset that is pinned", labels=["preset"])
+        if locks.preset is not None:
+            locked.add_metric([locks.preset], 1.0)
+        yield locked
+        yield GaugeMetricFamily(P + "lock_owners", "Owners of the lock", len(locks.owners))
+        left = GaugeMetricFamily(
+            P + "lock_expires_seconds",
+            "Silence that an owner's lock survives; not counted while it works",
+            labels=["owner"],
+        )
+        for owner in locks.owners:
+            left.add_metric([owner.owner], owner.expires_in)
+        yield left
+        yield GaugeMetricFamily(P + "lock_queue_length", "Owners that wait for the lock", len(locks.queue))
+        oldest = max((waiter.waited for waiter in locks.queue), default=0.0)
+        yield GaugeMetricFamily(P + "lock_queue_oldest_seconds", "How long the oldest of them has waited", oldest)
 
     def _traffic(self) -> Iterator[Metric]:
         gateway = self._house.gateway
