@@ -58,6 +58,7 @@ from gpu_turnstile.runtimes.docker_config import container_config
 from gpu_turnstile.runtimes.docker_errors import DockerAway, DockerError
 from gpu_turnstile.runtimes.docker_host import DockerHost, gate_id, socket_path
 from gpu_turnstile.runtimes.external import ExternalRuntime
+from gpu_turnstile.runtimes.pids import pids_of
 from gpu_turnstile.runtimes.process import ProcessRuntime, end_forgotten
 from gpu_turnstile.runtimes.systemd import SystemdRuntime
 from gpu_turnstile.seats import GB, Limits, Seat
@@ -359,10 +360,14 @@ class App:
         grace = settings.turnstile_drain_grace
         if settings.ollama_url and (not presets or settings.source("OLLAMA_URL") != "default"):
             tenant = Tenant(OLLAMA, Mode.LLM, drain_grace=grace)
-            yield self._seat(tenant, Ollama(settings.ollama_url, self._http, self._timing), ExternalRuntime())
+            yield self._seat(
+                tenant, Ollama(settings.ollama_url, self._http, self._timing), ExternalRuntime(settings.ollama_url)
+            )
         if settings.comfy_url and (not presets or settings.source("COMFY_URL") != "default"):
             tenant = self._image_tenant(COMFYUI)
-            yield self._seat(tenant, ComfyUI(settings.comfy_url, self._http, self._timing), ExternalRuntime())
+            yield self._seat(
+                tenant, ComfyUI(settings.comfy_url, self._http, self._timing), ExternalRuntime(settings.comfy_url)
+            )
 
     def _image_tenant(self, name: str) -> Tenant:
         """An image server that somebody else runs: one job at a time, before LLM requests, and gone when it is done."""
@@ -430,7 +435,7 @@ class App:
         grace = STOP_GRACE[runtime.kind] if runtime.stop_grace_s is None else runtime.stop_grace_s
         match runtime.kind:
             case "external":
-                return ExternalRuntime()
+                return ExternalRuntime(runtime.url or "")
             case "docker":
                 config = container_config(preset, port)
                 return DockerRuntime(
@@ -451,9 +456,11 @@ class App:
     def _seat(self, tenant: Tenant, engine: object, runtime: Runtime) -> Seat:
         return Seat(tenant, engine, runtime, self._gauge, self._limits)  # type: ignore[arg-type]
 
-    def _engine_pids(self) -> list[int]:
-        found = (getattr(seat.runtime, "pid", None) for seat in self.arbiter.seats.values())
-        return [pid for pid in found if pid]
+    async def _engine_pids(self) -> frozenset[int]:
+        """Of every engine, also of one whose preset is gone and that has not left the card yet."""
+        snapshot = self.arbiter.snapshot()
+        names = {*self.arbiter.seats, *snapshot.residents, *snapshot.stuck}
+        return await pids_of(seat.runtime for name in names if (seat := self.arbiter.seat(name)) is not None)
 
     def _has_external(self, name: str) -> bool:
         return any(seat.tenant.name == name for seat in self._externals)

@@ -21,6 +21,10 @@ from tests.control.fakes import Stage, run, stage
 NOW = 1_790_000_000.0
 
 
+async def no_pids() -> tuple[int, ...]:
+    return ()
+
+
 @asynccontextmanager
 async def watched(tmp: Path, holders: tuple[Holder, ...] | None = ()) -> AsyncIterator[Stage]:
     async def read() -> Reading:
@@ -31,7 +35,7 @@ async def watched(tmp: Path, holders: tuple[Holder, ...] | None = ()) -> AsyncIt
     async with stage(tmp) as s:
         s.house.arbiter.watch(history.take)
         s.house.history = history
-        s.house.lookout = Lookout(history, read=read, ours=tuple, leases=tuple)
+        s.house.lookout = Lookout(history, read=read, ours=no_pids, leases=tuple)
         if not any(getattr(route, "path", "") == "/contention" for route in s.app.routes):
             s.app.include_router(contention.router)
         await s.house.lookout.look()

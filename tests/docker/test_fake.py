@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 
 import pytest
@@ -316,3 +317,40 @@ async def test_an_error_that_is_no_json_is_passed_on_as_it_is(tmp_path):
         fake.rules.append(lambda m, path, b: Answer(502, "a proxy's page") if path.startswith("/images") else None)
         with pytest.raises(DockerError, match="502"):
             await gate.host.api.has_image("x")
+
+
+# ------------------------------------------------------------------------------------------------------ processes
+
+
+@run_async
+async def test_its_processes_are_known_also_while_docker_is_away_or_cannot_list_them(tmp_path):
+    async with fake_docker(tmp_path) as fake, house(fake.socket) as gate:
+        listed = {"Titles": ["PID"], "Processes": [["999999901"], ["999999902"]]}
+        answers = [Answer(body=listed)]
+        fake.rules.append(lambda method, path, body: answers[0] if path.endswith("/top") else None)
+        runtime = gate.runtime()
+        assert await runtime.pids() == ()
+        await runtime.start()
+        assert await runtime.pids() == (999999901, 999999902)
+        await fake.vanish()
+        assert await runtime.pids() == (999999901, 999999902)
+        await fake.serve()
+        answers[0] = no(500, "ps: not found")
+        fake.container["State"]["Pid"] = 999999903
+        assert await runtime.pids() == (999999903,)
+        answers[0] = Answer(body={"Titles": ["USER"], "Processes": [["root"]]})
+        assert await runtime.pids() == (999999903,)
+        await runtime.stop()
+        assert await runtime.pids() == ()
+
+
+@run_async
+async def test_a_number_that_somebody_else_has_here_is_not_believed(tmp_path):
+    """Docker in a virtual machine, or Podman, counts anew: its 1 is our 1, from which everything descends."""
+    async with fake_docker(tmp_path) as fake, house(fake.socket) as gate:
+        listed = {"Titles": ["PID"], "Processes": [["1"], [str(os.getpid())], ["999999901"]]}
+        fake.rules.append(lambda method, path, body: Answer(body=listed) if path.endswith("/top") else None)
+        runtime = gate.runtime()
+        await runtime.start()
+        assert await runtime.pids() == (999999901,)
+        await runtime.stop()

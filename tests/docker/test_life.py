@@ -6,6 +6,7 @@ import asyncio
 import socket
 import time
 
+import psutil
 import pytest
 
 from tests.aio import until
@@ -399,3 +400,18 @@ async def test_containers_of_presets_that_are_no_more_are_swept_and_no_others(ga
     daemon.make("turnstile-foreign", start=True)
     assert await gate.host.sweep({"kept"}) == ["gone"]
     assert daemon.names() == {"turnstile-kept", "turnstile-foreign"}
+
+
+@with_house
+async def test_the_engines_processes_are_known_by_their_numbers_on_this_machine(gate: House, daemon: Daemon):
+    runtime = gate.runtime("echo up; sleep 600 & exec sleep 601")
+    await runtime.start()
+    await printed(runtime, "up")
+    found = await runtime.pids()
+    first = daemon.inspect("turnstile-engine")["State"]["Pid"]
+    assert first in found
+    names = sorted(psutil.Process(pid).name() for pid in found if pid != first)
+    assert names[-2:] == ["sleep", "sleep"]
+    assert all(first in {pid, *(parent.pid for parent in psutil.Process(pid).parents())} for pid in found)
+    await runtime.stop()
+    assert await runtime.pids() == ()

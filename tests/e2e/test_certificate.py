@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+
+import httpx
+
 from gpu_turnstile.contention import certificate_text, from_json
-from tests.aio import run_async
-from tests.e2e.house import house, llama
+from tests.aio import run_async, until
+from tests.e2e.house import engine_pids, house, llama
 
 
 async def chat(h, model, **headers):
@@ -55,3 +64,41 @@ async def test_a_request_that_still_runs_and_one_by_token_are_told_apart(tmp_pat
             found = await certificate(h, began, owner="bench")
             assert [str(f.kind) for f in found.findings] == ["lease"]
         await h.http.post(f"{h.gate}/unlock", json={"owner": "bench"})
+
+
+@contextlib.asynccontextmanager
+async def detached(tmp_path):
+    """An Ollama that nobody here started: its parent is gone. Its address."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    sim = (sys.executable, "-m", "gpu_turnstile.sim", "ollama", "--port", port, "--model", "m=4", "--load-s", "0")
+    card = ("--card", str(tmp_path / "card.json"))
+    launcher = await asyncio.create_subprocess_exec("setsid", "--fork", *sim, *card, stdout=asyncio.subprocess.DEVNULL)
+    await launcher.wait()
+    url = f"http://127.0.0.1:{port}"
+    try:
+        async with httpx.AsyncClient(trust_env=False) as http:
+            await until(lambda: _answers(int(port)), 10)
+            await http.post(f"{url}/api/generate", json={"model": "m", "prompt": "x", "options": {"num_predict": 1}})
+        yield url
+    finally:
+        for pid in engine_pids(port):
+            os.kill(pid, signal.SIGTERM)
+        await until(lambda: not engine_pids(port), 5)
+
+
+def _answers(port):
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@run_async
+async def test_an_engine_that_others_run_is_no_stranger_on_the_card_and_another_process_is(tmp_path):
+    async with detached(tmp_path) as url, house(tmp_path, ollama_url=url, alarms=True) as h:
+        began = await begin(h)
+        clean = await certificate(h, began)
+        assert clean.clean, certificate_text(clean)
+        async with detached(tmp_path):
+            found = await certificate(h, began)
+            assert [str(f.kind) for f in found.findings] == ["process"]

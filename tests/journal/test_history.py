@@ -10,7 +10,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -461,6 +461,13 @@ def test_a_kill_at_any_moment_loses_nothing_that_was_written_and_the_file_stays_
 # ------------------------------------------------------------------------------------------------- looking
 
 
+def pids(*known: int) -> Callable[[], Awaitable[frozenset[int]]]:
+    async def ours() -> frozenset[int]:
+        return frozenset(known)
+
+    return ours
+
+
 class Card:
     def __init__(self) -> None:
         self.holders: tuple[Holder, ...] | None = ()
@@ -472,7 +479,7 @@ class Card:
 def test_strangers_on_the_card_are_written_down_when_they_change(kept: History) -> None:
     async def scenario() -> None:
         card = Card()
-        lookout = Lookout(kept, read=card.read, ours=lambda: {999_999_901}, leases=tuple)
+        lookout = Lookout(kept, read=card.read, ours=pids(999_999_901), leases=tuple)
         await lookout.look()
         engine = Holder(999_999_901, "llama-server", 7 << 30)
         gate = Holder(os.getpid(), "ours", 7 << 30)
@@ -512,7 +519,7 @@ def test_a_card_that_cannot_be_read_does_not_hide_open_leases(kept: History) -> 
         raise RuntimeError("the driver is gone")
 
     async def scenario() -> None:
-        lookout = Lookout(kept, read=broken, ours=tuple, leases=lambda: [row(3, end=schema.OPEN)], interval=0.01)
+        lookout = Lookout(kept, read=broken, ours=pids(), leases=lambda: [row(3, end=schema.OPEN)], interval=0.01)
         lookout.start()
         while not (await kept.leases(*ALL)):  # noqa: ASYNC110 (`run` bounds it)
             await asyncio.sleep(0.005)

@@ -51,7 +51,7 @@ elif verb == "show":
     if told.get("stopping") and not lives(told["pid"]):
         told.update(active="inactive", pid=0, stopping=False)
     print("MainPID=" + str(told["pid"]), "ActiveState=" + told["active"], "SubState=x", sep="\\n")
-    print("Result=" + told["result"], "Job=0", sep="\\n")
+    print("Result=" + told["result"], "Job=0", "ControlGroup=/system.slice/" + unit, sep="\\n")
 file.write_text(json.dumps(told))
 """
 

@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from gpu_turnstile.runtimes import pids
 from gpu_turnstile.runtimes import systemd as systemd_module
 from gpu_turnstile.runtimes.base import StartFailed, StopFailed
 from gpu_turnstile.runtimes.systemd import SystemdRuntime
@@ -104,6 +105,25 @@ def test_a_unit_that_systemd_starts_anew_is_stopped_and_told(run, fake, monkeypa
         assert "started anew" in await told
         assert await other.wait() == -signal.SIGTERM
         os.kill(old, signal.SIGKILL)
+
+    run(main())
+
+
+def test_it_knows_its_main_process_and_who_is_in_its_control_group(run, fake, tmp_path, monkeypatch):
+    monkeypatch.setattr(pids, "_CGROUP", tmp_path / "cgroup")
+    group = tmp_path / "cgroup" / "system.slice" / UNIT
+    group.mkdir(parents=True)
+
+    async def main():
+        runtime = SystemdRuntime(UNIT)
+        assert await runtime.pids() == ()
+        await runtime.start()
+        main = state(fake)["pid"]
+        assert await runtime.pids() == (main,)
+        (group / "cgroup.procs").write_text(f"{main}\n4711\n")
+        assert await runtime.pids() == (main, main, 4711)
+        await runtime.stop()
+        assert await runtime.pids() == ()
 
     run(main())
 

@@ -72,10 +72,11 @@ async def contention(
     lookout: Lookout | None = getattr(request.app.state.house, "lookout", None)
     if lookout is None:
         raise Refusal("history_unavailable", "this gate keeps no history, so that nothing can be certified", 503)
-    window = window_of(since, until, time.time())
+    window_of(since, until, time.time())  # what is wrong with it is said before anything is done
     names = frozenset(_few("owner", owner)) | frozenset(_few("client", client))
     who = Who(names, frozenset(_few("pid", pid)), frozenset(_few("allow", allow)))
     await lookout.look()
+    window = window_of(since, until, time.time())  # now is when everything has been looked at
     try:
         record = await lookout.history.record(window.since, window.until, who.names)
     except HistoryError as problem:

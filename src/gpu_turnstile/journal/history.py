@@ -445,7 +445,7 @@ class Lookout:
         history: History,
         *,
         read: Callable[[], Awaitable[_Reading | None]],
-        ours: Callable[[], Iterable[int]],
+        ours: Callable[[], Awaitable[Iterable[int]]],
         leases: Callable[[], Iterable[LeaseRow]],
         interval: float = BEAT,
     ) -> None:
@@ -480,7 +480,9 @@ class Lookout:
         try:
             reading = await self._read()
             listed = None if reading is None else reading.holders
-            found = None if listed is None else await asyncio.to_thread(strangers, listed, frozenset(self._ours()))
+            found = None
+            if listed is not None:
+                found = await asyncio.to_thread(strangers, listed, frozenset(await self._ours()))
             self._note(found)
         finally:
             self.history.beat(self._leases())

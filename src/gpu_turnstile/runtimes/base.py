@@ -43,6 +43,13 @@ class Runtime(Protocol):
         """
         ...
 
+    async def pids(self) -> tuple[int, ...]:
+        """Processes the engine is, as this machine numbers them; what they began is its too. () = nobody can tell.
+
+        Asked every few seconds: it must cost little. Never raises.
+        """
+        ...
+
     def output(self) -> tuple[str, ...]:
         """The last lines it printed, oldest first."""
         ...

@@ -11,6 +11,7 @@ under the name, whoever started it; what Docker did is looked up, never remember
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import ClassVar
@@ -23,6 +24,7 @@ from gpu_turnstile.runtimes.docker_errors import DockerAway, DockerError, start_
 from gpu_turnstile.runtimes.docker_host import NAME_PREFIX, DockerHost
 from gpu_turnstile.runtimes.docker_pull import ensure_image
 from gpu_turnstile.runtimes.docker_run import Run, last_words
+from gpu_turnstile.runtimes.pids import LIMIT, of_container
 
 NAME_WAIT = 15.0  # seconds a name may stay taken by a container that is being removed
 NAME_POLL = 0.05  # seconds between two looks
@@ -93,6 +95,25 @@ class DockerRuntime:
         except (DockerAway, DockerError):
             return True
         return container is not None and container.running
+
+    async def pids(self) -> tuple[int, ...]:
+        """While Docker is away, what it said last: an engine does not need it to go on."""
+        run = self._run
+        if run is None or run.ended:
+            return ()
+        with contextlib.suppress(DockerAway):
+            run.pids = await self._processes(run.id)
+        return await asyncio.to_thread(of_container, run.pids, run.id)
+
+    async def _processes(self, id: str) -> tuple[int, ...]:
+        """All of them, or the first where Docker cannot list them."""
+        try:
+            return await self._host.api.processes(id, LIMIT)
+        except (DockerError, ValueError, KeyError, TypeError):
+            with contextlib.suppress(DockerError):
+                found = await self._host.api.inspect(id)
+                return (found.pid,) if found is not None else ()
+        return ()
 
     def output(self) -> tuple[str, ...]:
         return self._output if self._run is None else self._run.ring.lines()

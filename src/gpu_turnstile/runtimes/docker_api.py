@@ -43,6 +43,7 @@ class Container:
     oom_killed: bool
     created: str  # when, in RFC 3339
     config: Json = field(repr=False)  # its HostConfig as Docker keeps it
+    pid: int = 0  # of its first process, as Docker's machine numbers it; 0: it does not run
 
     @classmethod
     def of(cls, data: Json) -> Self:
@@ -56,6 +57,7 @@ class Container:
             oom_killed=bool(state.get("OOMKilled")),
             created=data.get("Created") or "",
             config=data.get("HostConfig") or {},
+            pid=int(state.get("Pid") or 0),
         )
 
 
@@ -91,6 +93,12 @@ class DockerApi:
             if error.status == 404:
                 return None
             raise
+
+    async def processes(self, id: str, limit: float) -> tuple[int, ...]:
+        """Of a container that runs, as Docker's machine numbers them. 409: it does not run; 500: no `ps` there."""
+        told = (await self._call("GET", f"/containers/{id}/top", params={"ps_args": "-eo pid"}, limit=limit)).json()
+        column = [title.upper() for title in told["Titles"]].index("PID")
+        return tuple(int(row[column]) for row in told["Processes"] or ())
 
     async def containers(self, label: str) -> list[Json]:
         """All that carry it, running or not, in Docker's short form."""

@@ -25,6 +25,7 @@ class Run:
         """`on_end` gets one line of reason."""
         self.id = id
         self.ended = False
+        self.pids: tuple[int, ...] = ()  # its processes, as Docker said last
         self.ring = OutputRing()
         self._host = host
         self._on_end = on_end

@@ -79,6 +79,9 @@ class ProcessRuntime:
         """Of the leader, until it has been stopped."""
         return None if self._run is None else self._run.group.leader
 
+    async def pids(self) -> tuple[int, ...]:
+        return () if self.pid is None else (self.pid,)
+
     async def start(self) -> None:
         """What an earlier run left behind is ended first. A caller that gives up leaves a process `stop` can find."""
         await asyncio.shield(asyncio.ensure_future(self._start()))

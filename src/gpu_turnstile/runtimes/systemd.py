@@ -18,6 +18,7 @@ from typing import ClassVar
 
 from gpu_turnstile.runtimes import records
 from gpu_turnstile.runtimes.base import StartFailed, StopFailed
+from gpu_turnstile.runtimes.pids import of_group
 from gpu_turnstile.runtimes.units import unit_name
 
 CALL = 10.0  # seconds one call of systemctl or journalctl may take
@@ -27,7 +28,7 @@ POLL = 0.25  # seconds between two looks
 ASK = 5.0  # seconds between two questions to systemd while the main process lives
 LINES = 50  # of output
 
-_PROPERTIES = "MainPID,ActiveState,SubState,Result,Job"
+_PROPERTIES = "MainPID,ActiveState,SubState,Result,Job,ControlGroup"
 _GONE = ("inactive", "failed")
 
 
@@ -40,6 +41,7 @@ class State:
     result: str = ""
     pid: int = 0
     job: bool = False  # something is still to be done for it
+    group: str = ""  # its control group
 
     @property
     def gone(self) -> bool:
@@ -58,6 +60,7 @@ class SystemdRuntime:
         self.on_exit: Callable[[str], None] | None = None
         self._scope = ("--user",) if user else ()
         self._lines: tuple[str, ...] = ()
+        self._seen = State()  # what systemd said last
         self._changing = asyncio.Lock()
         self._watching: asyncio.Task[None] | None = None
         self._stopping: asyncio.Task[None] | None = None
@@ -86,6 +89,12 @@ class SystemdRuntime:
             self._watch(state)
             await self._read_journal()
             return True
+
+    async def pids(self) -> tuple[int, ...]:
+        """The main process as systemd said last, and whoever is in the unit's control group now."""
+        if self._seen.gone or self._seen == State():
+            return ()
+        return (self._seen.pid, *await asyncio.to_thread(of_group, self._seen.group))
 
     def output(self) -> tuple[str, ...]:
         """As they were when it last started or ended, or at the last question to systemd."""
@@ -196,13 +205,15 @@ class SystemdRuntime:
         if code != 0 or "ActiveState" not in told:
             return None
         pid = told.get("MainPID", "")
-        return State(
+        self._seen = State(
             active=told["ActiveState"],
             sub=told.get("SubState", ""),
             result=told.get("Result", ""),
             pid=int(pid) if pid.isdecimal() else 0,
             job=told.get("Job", "0") not in ("", "0"),
+            group=told.get("ControlGroup", ""),
         )
+        return self._seen
 
     async def _read_journal(self) -> None:
         options = ("--no-pager", "--quiet", "--output=cat", f"--lines={LINES}")
