@@ -6,7 +6,8 @@ BIN    := $(VENV)/bin
 JOBS   ?= auto
 PIP    := $(BIN)/python -m pip install -q --disable-pip-version-check
 
-.PHONY: help demo test lint format bench bench-quick bench-swap bench-prefetch fuzz soak soak-gateway swaps kill-swaps clean
+.PHONY: help demo test lint format bench bench-quick bench-swap bench-prefetch fuzz soak soak-gateway soak-locks \
+	swaps kill-swaps kill-locks clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -55,6 +56,12 @@ swaps: $(VENV)/.ready $(VENV)/.real  ## 200 swaps under load between two real ll
 
 kill-swaps: $(VENV)/.ready  ## kill -9 of the gate at random moments of 100 swaps: of processes, and of containers where Docker can run
 	TURNSTILE_KILLS=100 $(BIN)/pytest -s tests/e2e/test_kills.py tests/docker/test_kills.py
+
+soak-locks: $(VENV)/.ready  ## a million random operations of the lock book beside its model
+	TURNSTILE_SOAK_LOCKS=1000000 $(BIN)/pytest tests/core/test_locks_model.py
+
+kill-locks: $(VENV)/.ready  ## kill -9 the gate 200 times under lock traffic (KILLS=, SEED=)
+	TURNSTILE_KILLS=$(or $(KILLS),200) TURNSTILE_SEED=$(or $(SEED),1) $(BIN)/pytest -s tests/e2e/test_lock_kills.py
 
 clean:           ## remove everything that was set up
 	rm -rf $(VENV) .cache bench/bin .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -145,3 +145,11 @@ def test_flush_means_it_is_on_disk(tmp_path: Path) -> None:
     assert journal.close()
     journal.remember({"mode": "idle"})  # after the end: ignored
     assert load(tmp_path) == STATE
+
+
+def test_what_a_killed_gate_had_half_written_is_removed(tmp_path: Path) -> None:
+    save(tmp_path, {"mode": "llm"})
+    (tmp_path / ".active.toml.x7f3").write_text('mode = "ll')
+    (tmp_path / ".other").touch()
+    assert load(tmp_path) == {"mode": "llm"}
+    assert sorted(file.name for file in tmp_path.iterdir()) == [".other", "active.toml"]

@@ -26,7 +26,8 @@ _HEAD = "# Written by gpu-turnstile, read at its next start. Times to live are i
 
 
 def load(state_dir: Path) -> dict[str, Any]:
-    """What was saved last; {} when there is nothing usable. Never raises."""
+    """What was saved last; {} when there is nothing usable. Never raises. Called by the one gate of the folder."""
+    _sweep(state_dir)
     file = state_dir / FILE_NAME
     try:
         state = tomllib.loads(file.read_text(encoding="utf-8"))
@@ -40,6 +41,13 @@ def load(state_dir: Path) -> dict[str, Any]:
         _put_aside(file, str(problem))
         return {}
     return state
+
+
+def _sweep(state_dir: Path) -> None:
+    """Remove what a gate that was killed had only half written."""
+    for half in state_dir.glob(f".{FILE_NAME}.*"):
+        with contextlib.suppress(OSError):
+            half.unlink()
 
 
 def _check(state: dict[str, Any]) -> None:

@@ -278,6 +278,7 @@ class LockBook(State):
     def _heard(self, place: Place, now: float, ttl: float | None = None) -> None:
         """A place is kept by polling, so it never outlives the default TTL, however long its lock shall be."""
         if ttl is not None:
+            self.unsaved = self.unsaved or ttl != place.ttl
             place.ttl = ttl
         place.until = max(place.until if ttl is None else 0.0, now + min(place.ttl, self.ttl))
 
