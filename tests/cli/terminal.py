@@ -18,7 +18,7 @@ from tests.aio import until
 
 TURNSTILE = (sys.executable, "-m", "gpu_turnstile")
 CTRL_C = b"\x03"
-_ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_ESCAPE = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07|\([A-Z]|[=>])")
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -70,12 +70,17 @@ class Terminal:
         return self.process.returncode
 
 
+def terminal(*args: str, **more: str | int) -> contextlib.AbstractAsyncContextManager[Terminal]:
+    """One of our own commands."""
+    return in_terminal(*TURNSTILE, *args, **more)  # type: ignore[arg-type]
+
+
 @contextlib.asynccontextmanager
-async def terminal(*args: str, columns: int = 80, rows: int = 24, **env: str) -> AsyncIterator[Terminal]:
+async def in_terminal(*command: str, columns: int = 80, rows: int = 24, **env: str) -> AsyncIterator[Terminal]:
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
     process = subprocess.Popen(  # noqa: ASYNC220  (it needs a controlling terminal; starting it blocks for a moment)
-        [*TURNSTILE, *args],
+        command,
         stdin=slave,
         stdout=slave,
         stderr=slave,

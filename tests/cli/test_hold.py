@@ -216,10 +216,3 @@ async def test_without_a_terminal_or_with_no_color_nothing_is_coloured(tmp_path)
             assert not re.search(r"\x1b\[[0-9;]*3[0-9]m", t.raw)
         await call(h, "/unlock", force=True)
         await call(h, "/unlock", owner="x" * 120)
-
-
-@run_async
-async def test_completion_knows_the_commands(tmp_path):
-    code, out, _ = await piped(_TURNSTILE_COMPLETE="complete_bash", COMP_WORDS="turnstile re", COMP_CWORD="1")
-    assert code == 0
-    assert out.split() == ["renew", "release"]

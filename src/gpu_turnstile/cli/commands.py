@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from gpu_turnstile.cli.completion import presets
+
 Url = Annotated[
     str | None,
     typer.Option("--url", envvar="TURNSTILE_URL", help="The gate. [default: this machine, LISTEN_OLLAMA's port]"),
@@ -22,7 +24,7 @@ Token = Annotated[int | None, typer.Option("--token", help="Only if the lock wit
 
 
 def lock(
-    preset: Annotated[str | None, typer.Argument(help="The preset to pin.")] = None,
+    preset: Annotated[str | None, typer.Argument(help="The preset to pin.", autocompletion=presets)] = None,
     resident: Annotated[bool, typer.Option("--resident", help="Whatever is on the card instead.")] = False,
     owner: Owner = None,
     ttl: Ttl = None,
@@ -86,7 +88,10 @@ def run(
         list[str], typer.Argument(metavar="COMMAND", help="What to run, after two dashes: run -- make test.")
     ],
     preset: Annotated[
-        str | None, typer.Option("--preset", "-p", help="The preset to pin. [default: the one on the card]")
+        str | None,
+        typer.Option(
+            "--preset", "-p", help="The preset to pin. [default: the one on the card]", autocompletion=presets
+        ),
     ] = None,
     owner: Annotated[str | None, typer.Option("--owner", help="Whose lock. [default: user@host:pid]")] = None,
     ttl: Ttl = None,

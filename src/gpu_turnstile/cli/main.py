@@ -16,6 +16,7 @@ import typer
 
 from gpu_turnstile.cli import commands
 from gpu_turnstile.cli.commands import Json, Url
+from gpu_turnstile.cli.completion import mend_zsh, presets
 
 LEVELS = ("debug", "info", "warn", "error")
 
@@ -69,7 +70,9 @@ def status(
 @app.command()
 def mode(
     mode: Annotated[str | None, typer.Argument(help="llm, comfyui, train or idle; left out: show it.")] = None,
-    model: Annotated[str | None, typer.Argument(help="The preset; left out: the mode's default.")] = None,
+    model: Annotated[
+        str | None, typer.Argument(help="The preset; left out: the mode's default.", autocompletion=presets)
+    ] = None,
     url: Url = None,
     as_json: Json = False,
 ) -> None:
@@ -187,5 +190,6 @@ def _options(
 
 def main() -> None:
     """The entry point of `turnstile` and `llmc`."""
+    mend_zsh(sys.argv)
     name = Path(sys.argv[0]).stem
     app(prog_name="turnstile" if name in ("__main__", "-c", "") else name)
