@@ -379,6 +379,11 @@ class Arbiter:
         return self._scheduler.nominal
 
     @property
+    def locked(self) -> bool:
+        """Whether a preset is pinned."""
+        return self._scheduler.locked
+
+    @property
     def resident(self) -> str | None:
         return self._scheduler.resident
 

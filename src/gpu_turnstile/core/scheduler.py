@@ -880,6 +880,11 @@ class Scheduler:
         return next((n for n, r in self._residents.items() if r.serves), None)
 
     @property
+    def locked(self) -> bool:
+        """Whether a preset is pinned."""
+        return self._locks.preset is not None
+
+    @property
     def nominal(self) -> str | None:
         """The resident, or the one that was there last: what a request without a model means."""
         return self.resident or self._name

@@ -19,7 +19,7 @@ import structlog
 
 from gpu_turnstile.arbiter import Arbiter, Ticket
 from gpu_turnstile.core.model import Code, Mode
-from gpu_turnstile.core.routes import Directory, Resolution, resolve
+from gpu_turnstile.core.routes import Directory, Resolution, UnknownModel, resolve
 from gpu_turnstile.gateway import courtesy, errors, wire
 from gpu_turnstile.gateway.errors import Problem
 from gpu_turnstile.gateway.exchange import Exchange
@@ -192,8 +192,9 @@ class Gateway:
         return Problem(Code.SERVICE_INACTIVE, message)
 
     def resolve(self, model: object, capability: str | None) -> Resolution:
-        resident = self.arbiter.nominal
-        return resolve(self.table.directory, model, capability, (resident,) if resident else ())
+        resident, directory = self.arbiter.nominal, self.table.directory
+        locked = directory.unknown is UnknownModel.RESIDENT and self.arbiter.locked
+        return resolve(directory, model, capability, (resident,) if resident else (), locked)
 
     def close_idle(self, tenant: str) -> None:
         """Nothing of ours may hold an engine's connections open while it is being stopped."""
