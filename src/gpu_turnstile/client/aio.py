@@ -6,21 +6,17 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
-import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import httpx
 
 from gpu_turnstile.client import wire
-from gpu_turnstile.client.errors import BadRequest, Locked, StaleLock, TurnstileError, Unreachable
-from gpu_turnstile.client.keeper import FAREWELL, RETRY, Held, Keeper
+from gpu_turnstile.client.errors import TurnstileError, Unreachable
+from gpu_turnstile.client.keeper import FAREWELL, Held, Keeper, Steps, T
 from gpu_turnstile.client.shapes import Event, Granted, Queued, Unlocked
-
-log = logging.getLogger("gpu_turnstile.client")
 
 
 class AsyncTurnstile:
@@ -132,9 +128,10 @@ class AsyncTurnstile:
         except (httpx.HTTPError, httpx.InvalidURL) as problem:
             raise wire.absent(self.url, problem) from problem
 
-    async def _try_lock(self, call: wire.Call) -> Granted | Queued | TurnstileError:
+    async def _try(self, call: wire.Call) -> wire.Outcome:
+        """The outcome of a call about locks, as a value."""
         try:
-            return wire.read_lock(call, await self._send(call))
+            return wire.answer(call, await self._send(call))
         except TurnstileError as problem:
             return problem
 
@@ -162,7 +159,7 @@ class AsyncLock(Held):
     async def __aenter__(self) -> AsyncLock:
         if self._keeper.granted is None:
             await self._take()
-        self._task = asyncio.create_task(self._beat(), name="turnstile-heartbeat")
+        self._task = asyncio.create_task(self._follow(self._keeper.keeping(self._tell)), name="turnstile-heartbeat")
         return self
 
     async def __aexit__(
@@ -177,63 +174,30 @@ class AsyncLock(Held):
         if self._task is not None and self._task is not asyncio.current_task():
             self._task.cancel()
             await asyncio.wait([self._task])
-        self._ended = await self._farewell(limit)
+        self._ended = await self._follow(self._keeper.leaving(limit))
         return self._ended
 
     # --------------------------------------------------------------------------------------------------- doing
 
     async def _take(self) -> AsyncLock:
         try:
-            while True:
-                sent = time.monotonic()
-                outcome = await self._gate._try_lock(self._keeper.ask(sent))
-                pause = self._keeper.asked(outcome, sent, time.monotonic())
-                if pause is None:
-                    return self
-                if self._on_wait is not None:
-                    self._on_wait(self)
-                await asyncio.sleep(pause)
+            await self._follow(self._keeper.taking(self._waits))
         except BaseException as problem:
             if not self._keeper.nothing_left(problem):
-                await self._farewell(0.0)
+                await self._follow(self._keeper.leaving(0.0))
             raise
+        return self
 
-    async def _beat(self) -> None:
-        pause: float | None = self._keeper.beat_every
-        while pause is not None:
-            await asyncio.sleep(pause)
-            sent = time.monotonic()
-            outcome = await self._gate._try_lock(self._keeper.beat())
-            pause = self._keeper.beaten(outcome, sent, time.monotonic())
-            self._tell()
-
-    def _tell(self) -> None:
-        if self._keeper.lost is None:
-            self.lost.clear()
-            return
-        if self.lost.is_set():
-            return
-        self.lost.set()
-        log.warning("the lock on %s is lost: %s", self.preset, self._keeper.lost)
-        if self._on_lost is not None:
+    async def _follow(self, steps: Steps[T]) -> T:
+        """Carry out what the keeper says."""
+        answer: wire.Outcome | None = None
+        while True:
             try:
-                self._on_lost(self)
-            except Exception:
-                log.exception("on_lost failed")
-
-    async def _farewell(self, limit: float) -> bool:
-        call = self._keeper.farewell()
-        until = time.monotonic() + limit
-        while call is not None:
-            try:
-                wire.read_unlock(call, await self._gate._send(call))
-            except StaleLock:
-                break
-            except TurnstileError as problem:
-                if time.monotonic() >= until or isinstance(problem, (BadRequest, Locked)):
-                    log.warning("the lock of %s was not let go, its TTL will do it: %s", self.owner, problem)
-                    return False
-                await asyncio.sleep(RETRY / 4)
-                continue
-            break
-        return True
+                step = steps.send(answer)
+            except StopIteration as end:
+                return cast(T, end.value)
+            answer = None
+            if isinstance(step, wire.Call):
+                answer = await self._gate._try(step)
+            else:
+                await asyncio.sleep(step)

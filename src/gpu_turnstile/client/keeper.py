@@ -1,7 +1,7 @@
-"""How a lock is taken and kept, decided without a thread, a task or a socket.
+"""How a lock is taken, kept and let go, decided without a thread, a task or a socket.
 
-The clients do what it says: send a call, tell it the outcome with the time, wait as long as it says. One keeper is one
-wish of one owner. What it promises:
+`taking`, `keeping` and `leaving` are what happens, step by step: a step is a call, whose outcome is sent in, or seconds
+to wait. The two clients only carry steps out. One keeper is one wish of one owner. What it promises:
 
 - While queued it asks again before the place goes stale, also through a restart of the gate.
 - While held it renews at a third of the TTL, naming its token, so that it never prolongs somebody else's hold.
@@ -11,12 +11,19 @@ wish of one owner. What it promises:
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 from gpu_turnstile.client import wire
 from gpu_turnstile.client.errors import BadRequest, Locked, NotHeld, StaleLock, TurnstileError, Unavailable, Unreachable
 from gpu_turnstile.client.shapes import Granted, Queued
+
+log = logging.getLogger("gpu_turnstile.client")
+T = TypeVar("T")
+Steps = Generator[wire.Call | float, wire.Outcome | None, T]
 
 HEAD_POLL = 2.0  # seconds: who is next asks more often, so that the card does not stand idle
 RETRY = 1.0  # seconds between attempts while the gate does not answer
@@ -41,6 +48,42 @@ class Keeper:
     _asked: bool = False
     _deadline: float | None = None
 
+    # ---------------------------------------------------------------------------------------------- the steps
+
+    def taking(self, waits: Callable[[], None]) -> Steps[None]:
+        """Until it is held; `waits` is called after every answer that says to. Raises what cannot be waited for."""
+        while True:
+            sent = time.monotonic()
+            outcome = yield self.ask(sent)
+            pause = self.asked(outcome, sent, time.monotonic())
+            if pause is None:
+                return
+            waits()
+            yield pause
+
+    def keeping(self, tell: Callable[[], None]) -> Steps[None]:
+        """The heartbeat, as long as there is something to keep; `tell` is called after every one."""
+        pause: float | None = self.beat_every
+        while pause is not None:
+            yield pause
+            sent = time.monotonic()
+            outcome = yield self.beat()
+            pause = self.beaten(outcome, sent, time.monotonic())
+            tell()
+
+    def leaving(self, limit: float) -> Steps[bool]:
+        """Let go what there is; False when the gate could not be told within `limit` seconds, or will not have it."""
+        call, until = self.farewell(), time.monotonic() + limit
+        while call is not None:
+            outcome = yield call
+            if not isinstance(outcome, TurnstileError) or isinstance(outcome, StaleLock):
+                break
+            if time.monotonic() >= until or isinstance(outcome, (BadRequest, Locked)):
+                log.warning("the lock of %s was not let go, its TTL will do it: %s", self.owner, outcome)
+                return False
+            yield RETRY / 4
+        return True
+
     # ----------------------------------------------------------------------------------------------- taking it
 
     def ask(self, now: float) -> wire.Call:
@@ -50,7 +93,7 @@ class Keeper:
         self._asked = True
         return wire.lock(self.preset, self.owner, self.ttl, self.waits, self.token)
 
-    def asked(self, outcome: Granted | Queued | TurnstileError, sent: float, now: float) -> float | None:
+    def asked(self, outcome: wire.Outcome | None, sent: float, now: float) -> float | None:
         """None: it is held. A number: ask again after so many seconds. Raises what cannot be waited for."""
         match outcome:
             case Granted():
@@ -63,6 +106,8 @@ class Keeper:
                 self.trouble, pause = outcome, RETRY
             case TurnstileError():
                 raise outcome
+            case _:
+                raise AssertionError(outcome)
         if self._deadline is None:
             return pause
         if now >= self._deadline:
@@ -101,7 +146,7 @@ class Keeper:
             return wire.lock(self.preset, self.owner, self.ttl, True, None)
         return wire.renew(self.owner, None, self.token)
 
-    def beaten(self, outcome: Granted | Queued | TurnstileError, sent: float, now: float) -> float | None:
+    def beaten(self, outcome: wire.Outcome | None, sent: float, now: float) -> float | None:
         """Seconds until the next beat; None = there is nothing left to keep. `lost` says whether it is held."""
         match outcome:
             case Granted():
@@ -120,6 +165,7 @@ class Keeper:
                 if self.expires_in(now) <= 0 and not isinstance(outcome, Unreachable):
                     return self._lose(outcome)
                 return min(RETRY, self.beat_every)
+        raise AssertionError(outcome)
 
     def expires_in(self, now: float) -> float:
         """Seconds of silence that are left as far as is known here: at least so many, if the gate did not say else."""
@@ -157,10 +203,40 @@ class Keeper:
         return None
 
 
+class Flag(Protocol):
+    """`threading.Event` and `asyncio.Event`."""
+
+    def is_set(self) -> bool: ...
+    def set(self) -> None: ...
+    def clear(self) -> None: ...
+
+
 class Held:
     """What both clients' locks tell of theirs."""
 
+    lost: Flag
     _keeper: Keeper
+    _on_wait: Callable[[Any], None] | None
+    _on_lost: Callable[[Any], None] | None
+
+    def _waits(self) -> None:
+        if self._on_wait is not None:
+            self._on_wait(self)
+
+    def _tell(self) -> None:
+        """Make `lost` what it is; who wants to know of a loss is told once."""
+        if self._keeper.lost is None:
+            self.lost.clear()
+            return
+        if self.lost.is_set():
+            return
+        self.lost.set()
+        log.warning("the lock on %s is lost: %s", self.preset, self._keeper.lost)
+        if self._on_lost is not None:
+            try:
+                self._on_lost(self)
+            except Exception:
+                log.exception("on_lost failed")
 
     @property
     def preset(self) -> str | None:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import httpx
 
 from gpu_turnstile.client import wire
-from gpu_turnstile.client.errors import BadRequest, Locked, StaleLock, TurnstileError, Unreachable
-from gpu_turnstile.client.keeper import FAREWELL, RETRY, Held, Keeper
+from gpu_turnstile.client.errors import TurnstileError, Unreachable
+from gpu_turnstile.client.keeper import FAREWELL, Held, Keeper, Steps, T
 from gpu_turnstile.client.shapes import Event, Granted, Queued, Unlocked
-
-log = logging.getLogger("gpu_turnstile.client")
 
 
 class Turnstile:
@@ -150,9 +147,10 @@ class Turnstile:
         except (httpx.HTTPError, httpx.InvalidURL) as problem:
             raise wire.absent(self.url, problem) from problem
 
-    def _try_lock(self, call: wire.Call) -> Granted | Queued | TurnstileError:
+    def _try(self, call: wire.Call) -> wire.Outcome:
+        """The outcome of a call about locks, as a value."""
         try:
-            return wire.read_lock(call, self._send(call))
+            return wire.answer(call, self._send(call))
         except TurnstileError as problem:
             return problem
 
@@ -197,62 +195,32 @@ class Lock(Held):
         self._stop.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
-        self._ended = self._farewell(limit)
+        self._ended = bool(self._follow(self._keeper.leaving(limit), time.sleep))
         return self._ended
 
     # --------------------------------------------------------------------------------------------------- doing
 
     def _take(self) -> None:
         try:
-            while True:
-                sent = time.monotonic()
-                outcome = self._gate._try_lock(self._keeper.ask(sent))
-                pause = self._keeper.asked(outcome, sent, time.monotonic())
-                if pause is None:
-                    return
-                if self._on_wait is not None:
-                    self._on_wait(self)
-                time.sleep(pause)
+            self._follow(self._keeper.taking(self._waits), time.sleep)
         except BaseException as problem:
             if not self._keeper.nothing_left(problem):
-                self._farewell(0.0)
+                self._follow(self._keeper.leaving(0.0), time.sleep)
             raise
 
     def _beat(self) -> None:
-        pause: float | None = self._keeper.beat_every
-        while pause is not None and not self._stop.wait(pause):
-            sent = time.monotonic()
-            outcome = self._gate._try_lock(self._keeper.beat())
-            pause = self._keeper.beaten(outcome, sent, time.monotonic())
-            self._tell()
+        self._follow(self._keeper.keeping(self._tell), self._stop.wait)
 
-    def _tell(self) -> None:
-        if self._keeper.lost is None:
-            self.lost.clear()
-            return
-        if self.lost.is_set():
-            return
-        self.lost.set()
-        log.warning("the lock on %s is lost: %s", self.preset, self._keeper.lost)
-        if self._on_lost is not None:
+    def _follow(self, steps: Steps[T], sleep: Callable[[float], bool | None]) -> T | None:
+        """Carry out what the keeper says; None when `sleep` says that it is to stop."""
+        answer: wire.Outcome | None = None
+        while True:
             try:
-                self._on_lost(self)
-            except Exception:
-                log.exception("on_lost failed")
-
-    def _farewell(self, limit: float) -> bool:
-        call = self._keeper.farewell()
-        until = time.monotonic() + limit
-        while call is not None:
-            try:
-                wire.read_unlock(call, self._gate._send(call))
-            except StaleLock:
-                break
-            except TurnstileError as problem:
-                if time.monotonic() >= until or isinstance(problem, (BadRequest, Locked)):
-                    log.warning("the lock of %s was not let go, its TTL will do it: %s", self.owner, problem)
-                    return False
-                time.sleep(RETRY / 4)
-                continue
-            break
-        return True
+                step = steps.send(answer)
+            except StopIteration as end:
+                return cast(T, end.value)
+            answer = None
+            if isinstance(step, wire.Call):
+                answer = self._gate._try(step)
+            elif sleep(step):
+                return None

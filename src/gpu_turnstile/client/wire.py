@@ -34,6 +34,8 @@ CONNECT = 3.0  # seconds
 ANSWER = 10.0  # seconds for a call that changes nothing on the card
 JUDGED = 30.0  # seconds for a certificate: the history is flushed and the card read first
 QUIET = 60.0  # seconds; the event stream says something every 15
+UNLOCK = "/unlock"
+Outcome = shapes.Granted | shapes.Queued | shapes.Unlocked | TurnstileError
 _LABEL = 100  # characters the gate keeps of a client's name
 _BAD = frozenset((400, 401, 403, 404, 405, 413, 421, 499))
 
@@ -101,7 +103,7 @@ def unlock(
     owner: str | None, token: int | None, force: bool = False, leave: bool = False, reason: str | None = None
 ) -> Call:
     fields = _given(owner=owner, token=token, force=force or None, leave=leave or None, reason=reason)
-    return Call("POST", "/unlock", {"lock": False} | fields)
+    return Call("POST", UNLOCK, {"lock": False} | fields)
 
 
 def release(reason: str) -> Call:
@@ -213,6 +215,14 @@ def read_lock(call: Call, reply: httpx.Response) -> shapes.Granted | shapes.Queu
 def read_unlock(call: Call, reply: httpx.Response) -> shapes.Unlocked:
     body = read(call, reply)
     return shapes.Unlocked(tuple(body["unlocked"]), tuple(body["left_queue"]), tuple(body["cut"]), body)
+
+
+def answer(call: Call, reply: httpx.Response) -> Outcome:
+    """What the gate says to a call about locks, also where it is an error."""
+    try:
+        return read_unlock(call, reply) if call.path == UNLOCK else read_lock(call, reply)
+    except TurnstileError as problem:
+        return problem
 
 
 class EventLines:
