@@ -352,6 +352,13 @@ def test_a_misspelt_variable_of_ours_in_the_environment_is_warned_about() -> Non
     assert "did you mean LLMC_LOCK_TTL_S?" in warning
 
 
+def test_variables_of_commands_are_no_settings_and_no_mistakes() -> None:
+    told = load(
+        environ={"TURNSTILE_URL": "x", "TURNSTILE_OWNER": "me", "TURNSTILE_LOCK": "7", "TURNSTILE_API_KEY": "x"}
+    )
+    assert told.warnings == ("environment: TURNSTILE_API_KEY is not a setting; did you mean TURNSTILE_API_KEYS?",)
+
+
 def test_a_key_that_is_there_twice_is_warned_about_and_the_last_one_counts(env_file: Path) -> None:
     env_file.write_text("JOB_TIMEOUT=1m\nJOB_TIMEOUT=2m")
     settings = load(path=env_file)

@@ -316,11 +316,15 @@ def _value(raw: str, where: str) -> str:
     return value
 
 
+# Of commands and of simulators. TURNSTILE_API_KEY is not among them: whoever means TURNSTILE_API_KEYS must be told.
+FOR_CLIENTS = frozenset(("TURNSTILE_URL", "TURNSTILE_OWNER", "TURNSTILE_LOCK", "TURNSTILE_SIM_CARD"))
+
+
 def _from_environment(environ: Mapping[str, str], warnings: list[str]) -> Iterator[tuple[str, Given]]:
     """The settings in the environment; a name beats its alias. The environment also holds what clients of the gate
     are told, so an unknown name of ours is only warned about."""
     for key in environ:
-        if key.startswith(OWN_PREFIXES) and key not in SPECS:
+        if key.startswith(OWN_PREFIXES) and key not in SPECS and key not in FOR_CLIENTS:
             _complain(key, "environment", warnings, fatal=False)
     for key, name in (*ALIASES.items(), *((name, name) for name in SPECS)):
         if key in environ:

@@ -233,6 +233,13 @@ def test_presets_check_tells_every_files_first_error(tmp_path: Path) -> None:
     assert bad.exit_code == 2
     assert [line.split(":")[0] for line in bad.stderr.splitlines()] == ["presets/a.toml", "presets/b.toml"]
     assert 'did you mean "engine"?' in bad.stderr
+    told = run("presets", "check", "presets", "--json")
+    found = json.loads(told.stdout)
+    assert (told.exit_code, told.stderr, found["presets"], len(found["errors"])) == (2, "", 0, 2)
+    (folder / "a.toml").unlink()
+    (folder / "b.toml").unlink()
+    told = run("presets", "check", "--json")
+    assert (told.exit_code, json.loads(told.stdout)["presets"], json.loads(told.stdout)["errors"]) == (0, 3, [])
 
 
 def test_presets_check_finds_what_two_files_both_claim(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from gpu_turnstile.presets.errors import PresetError
 from gpu_turnstile.settings import Settings, SettingsError
 
 
-def check(folder: Path | None) -> None:
+def check(folder: Path | None, as_json: bool = False) -> None:
     """Read a folder as the gate would; every file's first error, then what only looks wrong."""
     where = places.presets_dir(folder)
     if not where.is_dir():
@@ -25,15 +25,19 @@ def check(folder: Path | None) -> None:
         fail(f"{where}: cannot be read: {problem.strerror}", WRONG)
     errors = [error for name in names if (error := _error(where, [name]))]
     errors = errors or [error for error in [_error(where, names)] if error]
-    for error in errors:
-        typer.echo(error, err=True)
+    catalogue = None if errors else store.load(where, names)
+    notes = list(catalogue.notes) if catalogue is not None else []
+    count = len(catalogue.presets) if catalogue is not None else 0
+    if as_json:
+        found = {"folder": str(where), "presets": count, "errors": errors, "notes": notes}
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        for line in (*errors, *notes):
+            typer.echo(line, err=True)
+        if not errors:
+            typer.echo(f"{where}: {count} {'preset' if count == 1 else 'presets'}, all good")
     if errors:
         raise typer.Exit(WRONG)
-    catalogue = store.load(where, names)
-    for note in catalogue.notes:
-        typer.echo(note, err=True)
-    count = len(catalogue.presets)
-    typer.echo(f"{where}: {count} {'preset' if count == 1 else 'presets'}, all good")
 
 
 def _error(folder: Path, names: list[str]) -> str | None:

@@ -110,11 +110,12 @@ commands.add(app)
 @presets_app.command("check")
 def presets_check(
     folder: Annotated[Path | None, typer.Argument(metavar="[DIR]", help="[default: as for serve]")] = None,
+    as_json: Json = False,
 ) -> None:
     """Read the preset files as the gate would and say what is wrong with them."""
     from gpu_turnstile.cli import local
 
-    local.check(folder)
+    local.check(folder, as_json)
 
 
 @presets_app.command("list")

@@ -688,8 +688,9 @@ class Scheduler:
             leave=event.leave,
             by=_blamed(event.caller or event.peer, event.reason),
         )
-        who = {"caller": event.caller, "peer": event.peer, "force": event.force, "reason": event.reason}
-        self._answered(event.ticket, answer, now, out, **who)
+        who = {"caller": event.caller, "peer": event.peer, "force": event.force}
+        why = {"reason": event.reason} if event.reason else {}
+        self._answered(event.ticket, answer, now, out, **who, **why)
 
     def _on_renew(self, event: Renew, now: float, out: list[Effect]) -> None:
         self._expire(now, out)
