@@ -114,7 +114,8 @@ class Arbiter:
     ) -> None:
         """`remember` is given what must survive a restart; `remembered` is what it was given last time.
 
-        `durable` blocks until what was given to `remember` is on disk; it is called in a thread. `lock_ttl` in seconds.
+        `durable` blocks until what was given to `remember` is on disk, and returns False where it is not to be had; it
+        is called in a thread. `lock_ttl` in seconds.
         `fail_closed`: nobody is started on a card that cannot be read.
         """
         self.seats = {seat.tenant.name: seat for seat in seats}
@@ -127,6 +128,7 @@ class Arbiter:
         self._remember = remember
         self._remembered = remembered or {}
         self._durable = durable
+        self.saves = True  # whether the answer to the last lock call is on disk
         self._lock_ttl = lock_ttl
         self._fail_closed = fail_closed
         self._calls: dict[int, asyncio.Future[Any]] = {}  # lock calls that wait for their answer
@@ -313,7 +315,7 @@ class Arbiter:
         try:
             self._feed(event(number))
             found = await answer
-            await asyncio.to_thread(self._durable)
+            self.saves = await asyncio.to_thread(self._durable) is not False
             return found
         finally:
             del self._calls[number]

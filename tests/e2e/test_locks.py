@@ -9,9 +9,11 @@ from datetime import datetime
 
 import pytest
 
+from gpu_turnstile.journal import active
 from gpu_turnstile.settings import ApiKey
 from gpu_turnstile.sim import ComfySim, SimCard
 from tests.aio import run_async, until
+from tests.cli.terminal import piped
 from tests.e2e.house import graph, house, llama
 
 
@@ -366,3 +368,21 @@ async def test_an_expiry_drains_and_never_kills(tmp_path):
             assert [line async for line in lines if line][-1] == "data: [DONE]"
         assert (await other).status_code == 200
         assert not told(h, "forced")
+
+
+@run_async
+async def test_a_lock_that_the_disk_does_not_take_is_given_and_says_so(tmp_path, monkeypatch):
+    def full(*state):
+        raise OSError(28, "No space left on device")
+
+    async with both(tmp_path) as h:
+        assert "warning" not in (await call(h, lock="a", owner="me")).json()
+        monkeypatch.setattr(active, "save", full)
+        answer = await call(h, lock="a", owner="you")
+        assert (answer.status_code, answer.json()["owners"].keys()) == (200, {"me", "you"})
+        assert "a restart of the gate will not know of this" in answer.json()["warning"]
+        code, out, err = await piped("renew", "--owner", "you", TURNSTILE_URL=h.gate)
+        assert (code, out[:9], "will not know of this" in err) == (0, "renewed a", True), "the file still does not"
+        monkeypatch.undo()
+        assert "warning" not in (await call(h, "/unlock", owner="you")).json()
+        await call(h, "/unlock", owner="me")

@@ -128,8 +128,9 @@ def _say(answer: Granted | Queued, as_json: bool, verb: str) -> None:
     if as_json:
         typer.echo(json.dumps(answer.raw, indent=2))
         return
-    if answer.ended:
-        warn(answer.ended)
+    for said in (answer.ended, answer.raw.get("warning")):
+        if said:
+            warn(said)
     if isinstance(answer, Queued):
         typer.echo(f"{clean(answer.owner)} waits for {clean(answer.preset)} at position {answer.position}")
         return

@@ -163,7 +163,7 @@ async def act(house: House, given: dict[str, Any], caller: Caller) -> Response:
         ttl = settings.llmc_lock_ttl_s if wish.ttl is None else wish.ttl
         owner, client = _owner(wish, caller), caller.name or ""
         answer = await arbiter.lock(owner, preset, ttl, token, wait=wish.wait, client=client)
-    return _respond(answer)
+    return _respond(answer, arbiter.saves)
 
 
 def _preset(house: House, name: str) -> str:
@@ -210,10 +210,12 @@ def standing(view: Standing) -> dict[str, Any]:
     }
 
 
-def _respond(answer: object) -> JSONResponse:
+def _respond(answer: object, saved: bool) -> JSONResponse:
     if isinstance(answer, Refuse):
         raise from_scheduler(answer)
     now = standing(answer.standing)  # type: ignore[attr-defined]
+    if not saved:
+        now["warning"] = "the disk does not take it: a restart of the gate will not know of this"
     ended = getattr(answer, "ended", None)
     if ended is not None:
         now["ended"] = _told(ended, answer.standing.now)  # type: ignore[attr-defined]
