@@ -87,7 +87,7 @@ args = ["--model", "{model}", "--port", "{port}"]
 env = { URL = "http://0.0.0.0:{port}" }
 """)
     config = container_config(preset, 5001)
-    assert config["Cmd"] == ["--model", "/models/q", "--port", "8080"]
+    assert config["Cmd"] == ["--model", "/models/q", "--port", "8080", "--served-model-name", "p"]
     assert config["Env"] == ["URL=http://0.0.0.0:8080"]
     assert config["HostConfig"]["Mounts"] == [bind("/models/q")]
 
