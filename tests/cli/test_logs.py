@@ -19,6 +19,7 @@ from gpu_turnstile.settings import Given, Settings, SettingsError
 def _as_before() -> Iterator[None]:
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
+    logging.getLogger("uvicorn.error").setLevel(logging.NOTSET)  # a simulated engine in this process made it silent
     yield
     structlog.reset_defaults()
     logging.captureWarnings(False)
