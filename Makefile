@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 JOBS   ?= auto
 PIP    := $(BIN)/python -m pip install -q --disable-pip-version-check
 
-.PHONY: help demo test lint format bench bench-quick bench-swap bench-prefetch fuzz soak soak-gateway soak-locks \
+.PHONY: help demo test lint format bench bench-quick bench-swap bench-prefetch bench-context fuzz soak soak-gateway soak-locks \
 	swaps kill-swaps kill-locks clean
 
 help:            ## this list
@@ -41,6 +41,9 @@ bench-swap: $(VENV)/.ready $(VENV)/.real  ## what the gate adds to a swap, and t
 
 bench-prefetch: $(VENV)/.ready $(VENV)/.real  ## load times of a real model: from disk, read ahead, from the page cache (MODEL=)
 	$(BIN)/python bench/prefetch.py $(if $(MODEL),--model $(MODEL))
+
+bench-context: $(VENV)/.ready $(VENV)/.real  ## a long session cold, warm and given back after a swap; rewrites bench/CONTEXT.md
+	$(BIN)/python bench/context.py --update --check
 
 fuzz: $(VENV)/.ready  ## five minutes of mutated requests and answers through a real gateway (SECONDS=, SEED=)
 	$(BIN)/python -m tests.gateway.fuzz_wire --seconds $(or $(SECONDS),300) --seed $(or $(SEED),1)

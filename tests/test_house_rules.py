@@ -14,6 +14,7 @@ PACKAGE = "gpu_turnstile"
 # room -> the project's own modules it may import, as prefixes below the package; "" is the package itself (version).
 MAY_IMPORT = {
     "core": ("core",),
+    "contexts": ("contexts", "engines.base"),
     "engines": ("core.model", "engines"),
     "runtimes": ("runtimes",),
     "gpu": ("gpu", "sim.card"),
@@ -36,11 +37,12 @@ MAY_IMPORT = {
         "engines.base",
         "seats",
         "contention",
+        "contexts",
         "journal",
     ),
     "sim": ("", "sim", "gpu.base"),
     "demo": ("demo", "sim"),
-    "seats": ("core.model", "engines.base", "gpu", "runtimes.base"),
+    "seats": ("contexts.keeper", "core.model", "engines.base", "gpu", "runtimes.base"),
     "arbiter": ("core", "engines.base", "seats", "tally"),
     "jobs": ("arbiter", "engines"),
     "bypass": ("arbiter", "engines", "jobs", "seats"),

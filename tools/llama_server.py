@@ -40,6 +40,7 @@ class Switch:
     names: str
     target: str
     value: Any
+    variable: str | None = None  # sets a parameter that is true or false
 
 
 class UsageError(Exception):
@@ -106,13 +107,13 @@ FLAGS: tuple[Flag | Switch, ...] = (
     Flag("--cache-reuse", "n_cache_reuse", int, "LLAMA_ARG_CACHE_REUSE"),
     Flag("-cram --cache-ram", "cache_ram_mib", int, "LLAMA_ARG_CACHE_RAM"),
     Flag("-ctxcp --ctx-checkpoints", "n_ctx_checkpoints", int, "LLAMA_ARG_CTX_CHECKPOINTS"),
-    Switch("--cache-idle-slots", "cache_idle_slots", True),
+    Switch("--cache-idle-slots", "cache_idle_slots", True, "LLAMA_ARG_CACHE_IDLE_SLOTS"),
     Switch("--no-cache-idle-slots", "cache_idle_slots", False),
     Switch("-kvu --kv-unified", "kv_unified", True),
     Switch("-no-kvu --no-kv-unified", "kv_unified", False),
     Switch("--swa-full", "swa_full", True),
     Flag("--sleep-idle-seconds", "sleep_idle_seconds", int, "LLAMA_ARG_SLEEP_IDLE_SECONDS"),
-    Switch("--metrics", "endpoint_metrics", True),
+    Switch("--metrics", "endpoint_metrics", True, "LLAMA_ARG_ENDPOINT_METRICS"),
     Switch("--props", "endpoint_props", True),
     Switch("--slots", "endpoint_slots", True),
     Switch("--no-slots", "endpoint_slots", False),
@@ -134,8 +135,11 @@ FLAGS: tuple[Flag | Switch, ...] = (
 def options(argv: list[str], environment: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
     """(parameter, value) in the order in which they apply: variables first, then the flags, the last one winning."""
     for flag in FLAGS:
-        if isinstance(flag, Flag) and flag.variable and (text := environment.get(flag.variable)):
-            yield flag.target, _value(flag, flag.variable, text)
+        text = environment.get(flag.variable) if flag.variable else None
+        if text and isinstance(flag, Flag):
+            yield flag.target, _value(flag, flag.variable or "", text)
+        elif text:
+            yield flag.target, text in ("1", "on", "true", "enabled")
     known = {name: flag for flag in FLAGS for name in flag.names.split()}
     words = iter(argv)
     for word in words:

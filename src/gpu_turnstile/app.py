@@ -22,8 +22,14 @@ import httpx
 import structlog
 
 from gpu_turnstile import __version__, logs
-from gpu_turnstile.arbiter import Arbiter
+from gpu_turnstile.arbiter import Arbiter, LeaseRow
 from gpu_turnstile.bypass import BypassWatch
+from gpu_turnstile.contexts.book import Book
+from gpu_turnstile.contexts.book import Rules as ContextRules
+from gpu_turnstile.contexts.fingerprint import flag_value
+from gpu_turnstile.contexts.identity import facts
+from gpu_turnstile.contexts.keeper import Keeper
+from gpu_turnstile.contexts.store import Store, StoreError
 from gpu_turnstile.control.app import create_app
 from gpu_turnstile.control.house import House
 from gpu_turnstile.control.serve import serve_control
@@ -32,6 +38,7 @@ from gpu_turnstile.core.model import Mode, Sized, Tenant
 from gpu_turnstile.core.policy import Rules
 from gpu_turnstile.engines.base import Health, Timing
 from gpu_turnstile.engines.comfyui import ComfyUI
+from gpu_turnstile.engines.llama_server import LlamaServer
 from gpu_turnstile.engines.ollama import Ollama
 from gpu_turnstile.engines.registry import ENGINES
 from gpu_turnstile.gateway.paths import Site
@@ -73,6 +80,7 @@ IMAGE_RANK = 1
 SITES = {"comfyui": Site.COMFYUI, "a1111": Site.A1111, "invokeai": Site.INVOKEAI}
 STOP_GRACE = {"process": 10.0, "docker": 10.0, "systemd": 90.0, "external": 0.0}  # seconds, where a preset says nothing
 PRESETS_EVERY = 2.0  # seconds between two looks at the folder of presets
+IN_A_CONTAINER = Path("/.dockerenv")  # its paths are not the Docker host's
 SOCKET_PATH_LIMIT = 100  # bytes; the kernel takes 108
 
 
@@ -97,6 +105,7 @@ class App:
         self._timing = _timing(settings)
         self._ports: dict[str, int] = {}  # of engines whose preset names none
         self._docker: DockerHost | None = None
+        self.contexts: Book | None = None  # None = conversations are not saved
         self.prefetcher = Prefetcher()
 
     async def start(self) -> None:
@@ -117,6 +126,7 @@ class App:
         await self._end_forgotten()
         await self._find_containers()
         self._externals = list(self._external_seats())
+        self.contexts = await asyncio.to_thread(self._open_contexts)
         self.journal = Journal(self.state_dir)
         self.history = History(self.state_dir)
         self.arbiter = Arbiter(
@@ -136,7 +146,7 @@ class App:
             wait=settings.turnstile_bypass == "wait",
         )
         self.arbiter.watch(self.history.take)
-        self.arbiter.on_lease_end = self.history.lease
+        self.arbiter.on_lease_end = self._lease_ended
         self.lookout = Lookout(
             self.history, read=self._gauge.read, ours=self._engine_pids, leases=self.arbiter.open_leases
         )
@@ -159,6 +169,7 @@ class App:
             gauge=self._gauge,
             history=self.history,
             lookout=self.lookout,
+            contexts=self.contexts,
             refresh=self.refresh,
             register=self.register,
             remove=self.remove,
@@ -185,6 +196,30 @@ class App:
         except StartError:
             await self.stop()
             raise
+
+    def _open_contexts(self) -> Book | None:
+        """The folder of saved conversations. One that cannot be used costs them, not the start. For a thread."""
+        settings = self.settings
+        folder = Path(settings.llmc_context_dir or self.state_dir / "contexts").expanduser().absolute()
+        store = Store(folder, int(settings.llmc_context_limit_gb * GB), settings.llmc_context_max_age_s)
+        if not settings.llmc_context_save and not folder.exists():
+            return None
+        try:
+            store.open_folder()
+        except StoreError as error:
+            log.warning("contexts_not_saved", reason=str(error))
+            return None
+        if not settings.llmc_context_save:
+            store.drop()
+            store.close()
+            return None
+        rules = ContextRules(settings.llmc_context_min_tokens, settings.llmc_context_budget_s)
+        return Book(store, rules, lambda kind, fields: self.arbiter.tell(kind, fields))
+
+    def _lease_ended(self, row: LeaseRow) -> None:
+        self.history.lease(row)
+        if self.contexts is not None:
+            self.contexts.answered(row[1])
 
     async def _find_containers(self) -> None:
         """What an earlier gate left under Docker: kept where its preset is the same, ended where it is no more."""
@@ -261,6 +296,8 @@ class App:
         await self.arbiter.shutdown(self.settings.shutdown_timeout)
         await self._serving.stop()
         await self.gateway.close()
+        if self.contexts is not None:
+            await self.contexts.close()
         self.journal.close()
         await asyncio.to_thread(self.history.close)
         if self._docker is not None:
@@ -392,7 +429,34 @@ class App:
         for attribute, value in (("health_path", preset.health_path), ("api_key", runtime.api_key)):
             if hasattr(engine, attribute):
                 setattr(engine, attribute, value)
-        return self._seat(self._preset_tenant(preset), engine, self._runtime(preset, port))
+        folder = self._context_folder(preset)
+        seat = self._seat(self._preset_tenant(preset), engine, self._runtime(preset, port, folder))
+        if self.contexts is not None and folder is not None and isinstance(engine, LlamaServer):
+            seat.keeper = self._keeper(preset, port, engine, self.contexts)
+        return seat
+
+    def _context_folder(self, preset: Preset) -> Path | None:
+        """Where the engine may put its slots; None = they are not saved."""
+        if self.contexts is None:
+            return None
+        why = preset.why_no_contexts
+        if why is None and preset.runtime.kind == "docker" and IN_A_CONTAINER.exists():
+            why = None if self.settings.llmc_context_dir else "the gate is in a container: set LLMC_CONTEXT_DIR"
+        shelf = self.contexts.store.shelf(preset.name)
+        if why is None:
+            try:
+                shelf.make()
+            except OSError as error:
+                why = f"{shelf.folder}: {error.strerror or error}"
+        if why is not None and preset.engine == LlamaServer.kind:
+            log.info("contexts_not_saved", preset=preset.name, reason=why)
+        return shelf.folder if why is None else None
+
+    def _keeper(self, preset: Preset, port: int, engine: LlamaServer, book: Book) -> Keeper:
+        argv, env = preset.argv(port), preset.environment(port)
+        engine.api_key = flag_value(argv, "--api-key") or env.get("LLAMA_API_KEY")
+        program = preset.runtime.command or (preset.runtime.image or "",)
+        return Keeper(preset.name, engine, book, lambda: facts(argv, env, program, model_files(preset)))
 
     def _preset_tenant(self, preset: Preset) -> Tenant:
         settings, runtime = self.settings, preset.runtime
@@ -430,14 +494,14 @@ class App:
         """The file that says which process serves a preset, for a gate that finds it running."""
         return self.state_dir / "engines" / f"{preset.name}.json"
 
-    def _runtime(self, preset: Preset, port: int) -> Runtime:
+    def _runtime(self, preset: Preset, port: int, contexts: Path | None) -> Runtime:
         runtime, name = preset.runtime, preset.name
         grace = STOP_GRACE[runtime.kind] if runtime.stop_grace_s is None else runtime.stop_grace_s
         match runtime.kind:
             case "external":
                 return ExternalRuntime(runtime.url or "")
             case "docker":
-                config = container_config(preset, port)
+                config = container_config(preset, port, str(contexts) if contexts else None)
                 return DockerRuntime(
                     self._docker_host(),
                     name,
@@ -448,7 +512,8 @@ class App:
             case "systemd":
                 return SystemdRuntime(runtime.unit or "", user=runtime.user, grace=grace)
             case _:
-                argv, env = preset.argv(port), preset.environment(port)
+                argv = preset.argv(port, slot_folder=str(contexts) if contexts else None)
+                env = preset.environment(port, contexts is not None)
                 return ProcessRuntime(
                     argv, env=env, cwd=runtime.cwd, grace=grace, record=self._record(preset), port=port
                 )

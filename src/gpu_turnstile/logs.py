@@ -35,6 +35,8 @@ _LOUD = {
     "evict_failed": "warn",
     "engine_lost": "warn",
     "forced": "warn",
+    "context_lost": "warn",
+    "context_useless": "warn",
     "lapsed": "warn",
     "lock_refused": "info",
 }

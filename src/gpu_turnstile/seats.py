@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import structlog
 
+from gpu_turnstile.contexts.keeper import Keeper
 from gpu_turnstile.core.model import Tenant
 from gpu_turnstile.engines.base import Engine, Health, Released
 from gpu_turnstile.gpu.base import Reading
@@ -60,10 +61,21 @@ class Evicted:
 
 
 class Seat:
-    def __init__(self, tenant: Tenant, engine: Engine, runtime: Runtime, gauge: Gauge, limits: Limits) -> None:
+    """`keeper` carries its conversations over its absences; None = they end with its process."""
+
+    def __init__(
+        self,
+        tenant: Tenant,
+        engine: Engine,
+        runtime: Runtime,
+        gauge: Gauge,
+        limits: Limits,
+        keeper: Keeper | None = None,
+    ) -> None:
         self.tenant = tenant
         self.engine = engine
         self.runtime = runtime
+        self.keeper = keeper
         self.on_lost: Callable[[str], None] | None = None  # it ended without being asked to
         self._gauge = gauge
         self._limits = limits
@@ -77,6 +89,11 @@ class Seat:
     def held(self) -> int | None:
         """Bytes it is known to hold on the card; None = not known."""
         return self._held
+
+    @property
+    def refill_s(self) -> float:
+        """Seconds that reading again costs what was lost when it last left; 0 = nothing, or not known."""
+        return 0.0 if self.keeper is None else self.keeper.refill_s
 
     @property
     def owned(self) -> bool:
@@ -100,10 +117,13 @@ class Seat:
         if not self.owned:
             return False
         try:
-            return await self.runtime.adopt()
+            there = await self.runtime.adopt()
         except StopFailed as error:
             log.warning("left_behind", tenant=self.tenant.name, reason=str(error))
             return True
+        if there and self.keeper is not None:
+            await self.keeper.adopted()
+        return there
 
     async def admit(self) -> None:
         """Put it on the card and wait until it answers. Raises AdmitFailed; then nothing of it is left running."""
@@ -113,16 +133,39 @@ class Seat:
             if before is not None and before.used > CONTEXT and await self.engine.busy():
                 self._before = None  # it came past the gate, and part of what is used is its own
             return
-        self._gone = asyncio.get_running_loop().create_future()
         try:
-            await self.runtime.start()
-            await self._until_ready(self._gone)
+            if self.keeper is None:
+                await self._start()
+            else:
+                await self._start_with_contexts(self.keeper)
         except StartFailed as error:
             raise AdmitFailed(_with_output(error.reason, error.output)) from None
         finally:
             self._gone = None
             after = await self._gauge.read()
             self._held = None if before is None or after is None else max(0, after.used - before.used)
+
+    async def _start(self) -> asyncio.Future[str]:
+        """It runs and answers; the future says why, should it end while it is still being admitted."""
+        self._gone = gone = asyncio.get_running_loop().create_future()
+        await self.runtime.start()
+        await self._until_ready(gone)
+        return gone
+
+    async def _start_with_contexts(self, keeper: Keeper) -> None:
+        """An engine that ends over what it is given back is started once more and given nothing."""
+        await keeper.starting()
+        gone = await self._start()
+        await keeper.ready()
+        if not gone.done():
+            return
+        log.warning("ended_by_a_restore", tenant=self.tenant.name, reason=gone.result())
+        try:
+            await self.runtime.stop()
+        except StopFailed as error:
+            raise AdmitFailed(str(error)) from None
+        await self._start()
+        await keeper.ready(restore=False)
 
     async def _make_ready(self) -> None:
         """Some engines do not serve again by themselves after they were made to let go."""
@@ -160,10 +203,14 @@ class Seat:
         before = await self._gauge.read()
         if self.owned:
             before = self._leaving = self._leaving or before  # what came back since an earlier try has come back
+            if self.keeper is not None and await self.runtime.alive():
+                await self.keeper.save()
             try:
                 await self.runtime.stop()
             except StopFailed as error:
                 return Evicted(False, False, str(error), time.monotonic() - began, clean=False)
+            if self.keeper is not None:
+                self.keeper.stopped()
             held, said, left, well = self._known_to_hold(before), "stopped", self._limits.free, True
         else:
             held = await self._holding(before)

@@ -155,6 +155,20 @@ class Settings:
     llmc_prefetch: bool = _setting(
         v.switch, "on", "while a preset drains, the model files of the next one are read into the page cache"
     )
+    llmc_context_save: bool = _setting(
+        v.switch, "on", "conversations are saved before an engine leaves and given back; off also drops what is there"
+    )
+    llmc_context_dir: str | None = _setting(
+        v.text_or_none, "", "where they are saved (transcripts: keep it private); empty = contexts in the state folder"
+    )
+    llmc_context_limit_gb: float = _setting(v.gigabytes, "20", "GB they may take, the oldest go first; 0 = no limit")
+    llmc_context_max_age_s: float = _setting(_seconds, "86400", "seconds until one is removed; 0 = never")
+    llmc_context_min_tokens: int = _setting(
+        v.whole(1, 100_000_000), "1024", "tokens: shorter conversations are not saved"
+    )
+    llmc_context_budget_s: float = _setting(
+        v.more_than_zero(_seconds), "10", "seconds a save, and a restore, may add to a swap at most"
+    )
     llmc_rollback: bool = _setting(v.switch, "on", "after a failed swap the preset that had to leave for it comes back")
     llmc_unknown_model: UnknownModel = _setting(
         lambda text: UnknownModel(v.one_of("error", "resident")(text)),

@@ -68,6 +68,14 @@ STATUS: dict[str, Any] = {
         "failed": 1,
         "last": {"ok": True, "target": "qwen3-coder-30b", "evicted": ["x"], "seconds": 6.4},
     },
+    "contexts": {
+        "bytes": 60914724,
+        "saved": 3,
+        "restored": 2,
+        "tokens_reused": 5230,
+        "seconds_saved": 58.4,
+        "failures": 1,
+    },
     "places": {"presets": "/etc/turnstile/presets", "state": "/var/lib/turnstile", "config": None},
     "warnings": ["something looks odd"],
 }

@@ -31,6 +31,10 @@ app = typer.Typer(
 )
 presets_app = typer.Typer(help="Presets: what can hold the card.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(presets_app, name="presets")
+context_app = typer.Typer(
+    help="Conversations saved over swaps (files that are transcripts).", no_args_is_help=True, rich_markup_mode=None
+)
+app.add_typer(context_app, name="context")
 
 Config = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="The .env file with settings.")]
 PresetsDir = Annotated[
@@ -105,6 +109,29 @@ def events(
 
 
 commands.add(app)
+
+
+@context_app.command("list")
+def context_list(url: Url = None, as_json: Json = False) -> None:
+    """What is saved, and what it has brought."""
+    from gpu_turnstile.cli import contexts
+
+    contexts.list_contexts(url, as_json)
+
+
+@context_app.command("drop")
+def context_drop(
+    preset: Annotated[str | None, typer.Argument(help="Whose conversations.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Everybody's.")] = False,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Remove saved conversations."""
+    if (preset is None) != everything:
+        raise typer.BadParameter("name a PRESET, or say --all")
+    from gpu_turnstile.cli import contexts
+
+    contexts.drop(url, preset, as_json)
 
 
 @presets_app.command("check")

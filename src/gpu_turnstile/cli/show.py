@@ -74,6 +74,7 @@ def _facts(found: dict[str, Any]) -> Table:
         ("lock", _lock(found["locks"])),
         ("memory", memory(found["card"])),
         ("last swap", _last_swap(found["swaps"])),
+        ("contexts", _contexts(found["contexts"])),
         ("traffic", _traffic(found["counters"])),
         ("presets", f"{found['presets']['count']} in {clean(found['places']['presets'])}"),
         ("state", clean(found["places"]["state"])),
@@ -157,6 +158,14 @@ def _last_swap(swaps: dict[str, Any]) -> str:
     else:
         line = f"{what} FAILED: {clean(last.get('reason', ''))}"
     return f"{line} ({swaps['done']} done, {swaps['failed']} failed)"
+
+
+def _contexts(kept: dict[str, Any] | None) -> str:
+    """Empty where nothing has been saved yet."""
+    if not kept or not (kept["saved"] or kept["restored"] or kept["failures"]):
+        return ""
+    trouble = f", {kept['failures']} failures" if kept["failures"] else ""
+    return f"{kept['saved']} saved, {kept['restored']} given back, {kept['seconds_saved']:.3g} s spared{trouble}"
 
 
 def _traffic(counters: dict[str, Any]) -> str:

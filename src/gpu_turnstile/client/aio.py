@@ -52,6 +52,14 @@ class AsyncTurnstile:
     async def models(self) -> list[dict[str, Any]]:
         return list((await self._object(wire.Call("GET", "/v1/models")))["data"])
 
+    async def contexts(self) -> dict[str, Any]:
+        """Saved conversations: `GET /v1/contexts`."""
+        return await self._object(wire.Call("GET", "/v1/contexts"))
+
+    async def drop_contexts(self, preset: str | None = None) -> dict[str, Any]:
+        """Remove them, of one preset or of all; how many files and bytes that were."""
+        return await self._object(wire.drop_contexts(preset))
+
     async def contention(
         self, since: str, until: str | None = None, query: Mapping[str, Iterable[str]] | None = None
     ) -> dict[str, Any]:

@@ -58,6 +58,14 @@ class Turnstile:
         """What a request can name."""
         return list(self._object(wire.Call("GET", "/v1/models"))["data"])
 
+    def contexts(self) -> dict[str, Any]:
+        """Saved conversations: `GET /v1/contexts`."""
+        return self._object(wire.Call("GET", "/v1/contexts"))
+
+    def drop_contexts(self, preset: str | None = None) -> dict[str, Any]:
+        """Remove them, of one preset or of all; how many files and bytes that were."""
+        return self._object(wire.drop_contexts(preset))
+
     def contention(
         self, since: str, until: str | None = None, query: Mapping[str, Iterable[str]] | None = None
     ) -> dict[str, Any]:

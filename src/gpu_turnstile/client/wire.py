@@ -12,7 +12,7 @@ import socket
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlencode
+from urllib.parse import quote, urlencode
 
 import httpx
 
@@ -104,6 +104,10 @@ def unlock(
 ) -> Call:
     fields = _given(owner=owner, token=token, force=force or None, leave=leave or None, reason=reason)
     return Call("POST", UNLOCK, {"lock": False} | fields)
+
+
+def drop_contexts(preset: str | None) -> Call:
+    return Call("DELETE", "/v1/contexts" + ("" if preset is None else f"/{quote(preset, safe='')}"))
 
 
 def release(reason: str) -> Call:

@@ -7,6 +7,7 @@ from fastapi import FastAPI
 from gpu_turnstile import __version__
 from gpu_turnstile.control import (
     contention,
+    contexts,
     docs,
     events,
     health,
@@ -50,6 +51,6 @@ def create_app(house: House) -> FastAPI:
     app.state.feed = Feed(house.arbiter)
     app.state.ollama = OllamaListing()
     problems.install(app)
-    for room in (health, mode, locks, release, models, presets, native, events, contention, metrics, docs):
+    for room in (health, mode, locks, release, models, presets, native, events, contention, contexts, metrics, docs):
         app.include_router(room.router)
     return app

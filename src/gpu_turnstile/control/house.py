@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 
 from gpu_turnstile.arbiter import Arbiter
+from gpu_turnstile.contexts.book import Book
 from gpu_turnstile.gateway.server import Gateway
 from gpu_turnstile.gpu.gauge import Gauge
 from gpu_turnstile.journal.history import History, Lookout
@@ -30,6 +31,7 @@ class House:
     `bypass`: work sent past the gate: dicts with `tenant`, `what`, `age_s`.
     `suspects`: engines that may be stuck: dicts with `tenant`, `seconds` without progress. `restarts`: how many were.
     `gauge`: the card, where one can be read. `http`: asks the external Ollama for its models; None = it is not asked.
+    `contexts`: what is known of saved conversations; None = none are saved.
     """
 
     settings: Settings
@@ -50,3 +52,4 @@ class House:
     http: httpx.AsyncClient | None = None
     suspects: Callable[[], list[dict[str, Any]]] = list
     restarts: Callable[[], int] = int
+    contexts: Book | None = None

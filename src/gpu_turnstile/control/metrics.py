@@ -20,6 +20,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from gpu_turnstile import __version__
+from gpu_turnstile.contexts.book import FAILURES
 from gpu_turnstile.control import views
 from gpu_turnstile.control.feed import Feed
 from gpu_turnstile.control.given import TheFeed, TheHouse
@@ -57,6 +58,7 @@ class _Collector(Collector):
         yield from self._times()
         yield from self._line()
         yield from self._locks()
+        yield from self._contexts()
         yield from self._traffic()
         yield InfoMetricFamily(P[:-1], "The running program", {"version": __version__})
 
@@ -125,6 +127,25 @@ class _Collector(Collector):
         yield GaugeMetricFamily(P + "lock_queue_length", "Owners that wait for the lock", len(locks.queue))
         oldest = max((waiter.waited for waiter in locks.queue), default=0.0)
         yield GaugeMetricFamily(P + "lock_queue_oldest_seconds", "How long the oldest of them has waited", oldest)
+
+    def _contexts(self) -> Iterator[Metric]:
+        """Absent where no conversations are saved."""
+        book = self._house.contexts
+        if book is None:
+            return
+        counts = book.counts
+        yield GaugeMetricFamily(P + "context_bytes", "What saved conversations take on disk", book.store.size)
+        yield CounterMetricFamily(P + "context_slots_saved", "Slots saved before an eviction", counts.saved)
+        yield CounterMetricFamily(P + "context_slots_restored", "Slots given back after a start", counts.restored)
+        yield CounterMetricFamily(P + "context_tokens_saved", "Tokens in saved slots", counts.tokens_saved)
+        reused = "Tokens that answers after a restore took from the engine's cache, by its own word"
+        yield CounterMetricFamily(P + "context_tokens_reused", reused, counts.tokens_reused)
+        spared = "Seconds of reading prompts that restores spared, less what they and the saves took; may fall"
+        yield GaugeMetricFamily(P + "context_seconds_saved", spared, counts.seconds_saved)
+        failures = CounterMetricFamily(P + "context_failures", "What went wrong, by kind", labels=["kind"])
+        for kind in FAILURES:
+            failures.add_metric([kind], counts.failures[kind])
+        yield failures
 
     def _traffic(self) -> Iterator[Metric]:
         gateway = self._house.gateway

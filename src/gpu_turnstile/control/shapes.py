@@ -98,6 +98,17 @@ class Swaps(BaseModel):
     last: dict[str, Any] | None
 
 
+class Kept(BaseModel):
+    """Conversations carried over swaps, since the gate started; `GET /v1/contexts` has more."""
+
+    bytes: int
+    saved: int
+    restored: int
+    tokens_reused: int
+    seconds_saved: float
+    failures: int
+
+
 class Places(BaseModel):
     presets: str
     state: str
@@ -133,6 +144,7 @@ class Status(ModeAnswer):
     engines: list[EngineInfo]
     counters: Counters
     swaps: Swaps
+    contexts: Kept | None = Field(description="null: none are saved")
     places: Places
     warnings: list[str]
 

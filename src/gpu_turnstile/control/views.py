@@ -111,6 +111,7 @@ async def status(house: House, feed: Feed) -> shapes.Status:
             malformed=counts.malformed,
         ),
         swaps=shapes.Swaps(done=feed.swaps.done, failed=feed.swaps.failed, last=feed.swaps.last),
+        contexts=_kept(house),
         places=shapes.Places(
             presets=str(house.store.folder),
             state=str(house.state_dir),
@@ -156,6 +157,20 @@ def _engines(house: House, snapshot: Snapshot) -> list[shapes.EngineInfo]:
     ]
 
 
+def _kept(house: House) -> shapes.Kept | None:
+    if house.contexts is None:
+        return None
+    counts = house.contexts.counts
+    return shapes.Kept(
+        bytes=house.contexts.store.size,
+        saved=counts.saved,
+        restored=counts.restored,
+        tokens_reused=counts.tokens_reused,
+        seconds_saved=round(counts.seconds_saved, 2),
+        failures=sum(counts.failures.values()),
+    )
+
+
 def _warnings(house: House, snapshot: Snapshot) -> list[str]:
     """Everything a person should know that is not an error of one request."""
     found = [*house.settings.warnings, *house.store.catalogue.notes]
@@ -168,6 +183,9 @@ def _warnings(house: House, snapshot: Snapshot) -> list[str]:
         found.append(f"{suspect['tenant']} may be stuck: no progress was seen for {suspect['seconds']:.0f} s")
     for name in snapshot.stuck:
         found.append(f"{name} may still hold memory on the card but cannot serve; it is evicted before anybody comes")
+    for row in house.contexts.saved() if house.contexts else ():
+        if row["useless"]:
+            found.append(f"{row['preset']}: conversations are not saved any more: {row['useless']}")
     return found
 
 

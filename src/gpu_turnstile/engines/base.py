@@ -155,3 +155,60 @@ class Readied(Protocol):
         It may load a model. Bounded by `timing.warm_timeout`, never raises.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One of an engine's slots. `tokens`: how many of a conversation it remembers; None = it does not say."""
+
+    number: int
+    busy: bool
+    tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What became of a slot's save or restore. `tokens` and `size` (bytes) as the engine tells them.
+
+    `problem` is empty when it went well. `late`: nothing was heard in time. `lost`: the connection broke, the engine
+    may be gone. `unable`: it has no such call, or not with this model: asking again is of no use.
+    """
+
+    tokens: int = 0
+    size: int = 0
+    problem: str = ""
+    late: bool = False
+    lost: bool = False
+    unable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Prompt tokens since the engine started: read anew, in how many seconds, and taken from its cache."""
+
+    tokens: int
+    seconds: float
+    cached: int | None  # None = it does not count them
+
+
+class Slotted(Protocol):
+    """An engine whose conversations can be put into files and taken back (llama-server). Nothing here raises.
+
+    `file` is a plain name in the folder the engine was started with; limits are seconds.
+    """
+
+    async def build(self, limit: float) -> str | None:
+        """What distinguishes the program and the model it has loaded from any other; None = it does not say."""
+        ...
+
+    async def slots(self, limit: float) -> tuple[Slot, ...] | None:
+        """What each slot holds; None = it could not be asked."""
+        ...
+
+    async def save_slot(self, number: int, file: str, limit: float) -> Moved: ...
+
+    async def restore_slot(self, number: int, file: str, limit: float) -> Moved: ...
+
+    async def prefill(self, limit: float) -> Prefill | None:
+        """None = it keeps no such figures."""
+        ...

@@ -16,7 +16,8 @@ import msgspec
 from gpu_turnstile.core.model import Mode
 from gpu_turnstile.engines.base import Loaded, Probe, Release, Timing
 from gpu_turnstile.engines.command import NO_UNLOAD
-from gpu_turnstile.engines.http import HttpEngine, probe_of
+from gpu_turnstile.engines.http import probe_of
+from gpu_turnstile.engines.llama_slots import LlamaSlots
 
 SLOTS_SPACING = 2.0  # seconds
 HOLDS_MEMORY = frozenset({"", "loaded", "loading"})  # router states; a plain server names none
@@ -58,7 +59,7 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
-class LlamaServer(HttpEngine):
+class LlamaServer(LlamaSlots):
     kind: ClassVar[str] = "llama-server"
     mode: ClassVar[Mode] = Mode.LLM
 

@@ -82,9 +82,10 @@ _CONTROL = frozenset(
         "/docs",
         "/openapi.json",
         "/v1/presets",
+        "/v1/contexts",
     )
 )
-_CONTROL_BELOW = ("/ui/", "/docs/", "/v1/presets/", "/gpu-turnstile/")
+_CONTROL_BELOW = ("/ui/", "/docs/", "/v1/presets/", "/v1/contexts/", "/gpu-turnstile/")
 _CONTROL_COMFY = frozenset(("/healthz",))
 
 _A1111_WORK = frozenset(

@@ -18,9 +18,19 @@ _NAME_FLAGS = {"ninfer": "--model-id", "vllm": "--served-model-name"}  # engines
 _REPOSITORY = "https://huggingface.co/{repo}/resolve/main/{file}"
 
 
-def argv(preset: Preset, port: int, host: str) -> tuple[str, ...]:
+# Variables, not flags: a build that does not know one passes it over, an unknown flag would stop its start.
+KEEPS_SLOTS = {
+    "LLAMA_ARG_CACHE_IDLE_SLOTS": "0",  # else idle conversations leave for a cache that dies with it
+    "LLAMA_ARG_ENDPOINT_METRICS": "1",  # what reading prompts costs, and whether a restore saved it
+}
+
+
+def argv(preset: Preset, port: int, host: str, slot_folder: str | None) -> tuple[str, ...]:
+    """`slot_folder`: where the engine may put its slots, as it sees it; None = it shall not."""
     runtime = preset.runtime
     flags = _llama_server(preset, port, host) if preset.engine == "llama-server" else ()
+    if slot_folder is not None:
+        flags = (*flags, "--slot-save-path", slot_folder)
     words = (
         *(_filled(text, preset, port) for text in runtime.command),
         *flags,
@@ -35,7 +45,7 @@ def served_as(preset: Preset) -> str | None:
     flag = _NAME_FLAGS.get(preset.engine)
     if flag is None or preset.runtime.kind not in ("process", "docker"):
         return None
-    return _given(flag, argv(preset, 0, ""))
+    return _given(flag, argv(preset, 0, "", None))
 
 
 def _given(flag: str, words: tuple[str, ...]) -> str | None:
@@ -47,8 +57,18 @@ def _given(flag: str, words: tuple[str, ...]) -> str | None:
     return None
 
 
-def environment(preset: Preset, port: int) -> dict[str, str]:
-    return {name: _filled(text, preset, port) for name, text in preset.runtime.env.items()}
+def environment(preset: Preset, port: int, keeps_slots: bool) -> dict[str, str]:
+    own = {name: _filled(text, preset, port) for name, text in preset.runtime.env.items()}
+    return {**KEEPS_SLOTS, **own} if keeps_slots else own
+
+
+def why_no_contexts(preset: Preset) -> str | None:
+    """What in a llama-server's preset keeps the gate from saving its slots; None = nothing."""
+    texts = preset.runtime.args
+    for flag in ("--slot-save-path", "--no-slots"):
+        if any(text.split("=")[0] == flag for text in texts):
+            return f'"{flag}" stands in its args'
+    return None
 
 
 def _filled(text: str, preset: Preset, port: int) -> str:

@@ -69,6 +69,7 @@ _RUNTIME_KEYS = {  # keys only some runtimes have a use for
     "listen": ("external",),
     "api_key": ("external",),
     "stop_grace_s": ("docker", "process", "systemd"),
+    "context_save": ("docker", "process"),
 }
 
 
@@ -190,6 +191,7 @@ class Runtime(Strict):
     drain_grace_s: Seconds | None = None
     idle_unload_s: Seconds | None = None
     stop_grace_s: Seconds | None = None
+    context_save: bool | None = None  # None: as LLMC_CONTEXT_SAVE says
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -286,18 +288,32 @@ class Preset(PresetFile):
         """The readiness path of engines that have none of their own."""
         return self.runtime.health or DEFAULT_HEALTH
 
-    def argv(self, port: int, host: str = "127.0.0.1") -> tuple[str, ...]:
-        """The command that starts the engine on that address; for a container, what its entry point is given."""
-        return command.argv(self, port, host)
+    def argv(self, port: int, host: str = "127.0.0.1", slot_folder: str | None = None) -> tuple[str, ...]:
+        """The command that starts the engine on that address; for a container, what its entry point is given.
+
+        `slot_folder`: where a llama-server may put its slots, by its own view of the disk.
+        """
+        return command.argv(self, port, host, slot_folder)
 
     @property
     def served_as(self) -> str | None:
         """The only name its engine answers to; None: any."""
         return command.served_as(self)
 
-    def environment(self, port: int) -> dict[str, str]:
+    def environment(self, port: int, keeps_slots: bool = False) -> dict[str, str]:
         """The variables the engine gets on top of the gate's own."""
-        return command.environment(self, port)
+        return command.environment(self, port, keeps_slots)
+
+    @property
+    def why_no_contexts(self) -> str | None:
+        """What keeps the gate from carrying this preset's conversations over a swap, for a person; None = nothing."""
+        if self.engine != "llama-server":
+            return f'engine "{self.engine}" cannot put conversations into files'
+        if self.runtime.kind not in ("docker", "process"):
+            return f'the gate does not choose the flags of kind "{self.runtime.kind}"'
+        if self.runtime.context_save is False:
+            return "context_save is off in the preset"
+        return command.why_no_contexts(self)
 
     @property
     def revision(self) -> str:

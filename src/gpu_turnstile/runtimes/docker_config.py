@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 INSIDE_PORT = 8080  # where an engine listens inside, unless its preset says: each container has all ports to itself
 EVERYWHERE = "0.0.0.0"  # inside: Docker's forwarding does not come from the loopback
+CONTEXTS = "/turnstile-contexts"  # where an engine sees the folder its slots are saved in
 GRACE = 10.0  # seconds between asking and forcing
 SHARED_MEMORY = 8 << 30  # bytes /dev/shm may take; Docker's 64 MB are too few for the workers of PyTorch engines
 LOG = {"Type": "json-file", "Config": {"max-size": "10m", "max-file": "2"}}  # readable, and bounded on disk
@@ -61,19 +62,22 @@ class DockerPreset(Protocol):
     def model(self) -> _Model | None: ...
     @property
     def runtime(self) -> _Runtime: ...
-    def argv(self, port: int, host: str = ...) -> tuple[str, ...]: ...
-    def environment(self, port: int) -> dict[str, str]: ...
+    def argv(self, port: int, host: str = ..., slot_folder: str | None = ...) -> tuple[str, ...]: ...
+    def environment(self, port: int, keeps_slots: bool = ...) -> dict[str, str]: ...
 
 
-def container_config(preset: DockerPreset, port: int) -> Json:
-    """The create body of a preset whose engine shall be reached at 127.0.0.1:`port`."""
+def container_config(preset: DockerPreset, port: int, contexts: str | None = None) -> Json:
+    """The create body of a preset whose engine shall be reached at 127.0.0.1:`port`.
+
+    `contexts`: the folder on the host that its slots are saved in; None = they are not.
+    """
     runtime = preset.runtime
     inside = runtime.port or INSIDE_PORT
     key = f"{inside}/tcp"
     grace = GRACE if runtime.stop_grace_s is None else runtime.stop_grace_s
     body: Json = {
         "Image": runtime.image,
-        "Env": [f"{name}={value}" for name, value in preset.environment(inside).items()],
+        "Env": [f"{name}={value}" for name, value in preset.environment(inside, bool(contexts)).items()],
         "Labels": {PRESET: preset.name},
         "ExposedPorts": {key: {}},
         "StopTimeout": math.ceil(grace),
@@ -82,13 +86,13 @@ def container_config(preset: DockerPreset, port: int) -> Json:
             "RestartPolicy": {"Name": "no"},
             "AutoRemove": False,
             "PortBindings": {key: [{"HostIp": "127.0.0.1", "HostPort": str(port)}]},
-            "Mounts": [*map(_mount, runtime.mounts), *_model_mounts(preset)],
+            "Mounts": [*map(_mount, runtime.mounts), *_model_mounts(preset), *_context_mount(contexts)],
             "DeviceRequests": device_requests(_devices(runtime)),
             "ShmSize": SHARED_MEMORY,
             "LogConfig": LOG,
         },
     }
-    if command := preset.argv(inside, EVERYWHERE):
+    if command := preset.argv(inside, EVERYWHERE, CONTEXTS if contexts else None):
         body["Cmd"] = list(command)
     return body
 
@@ -132,6 +136,10 @@ def _mount(text: str) -> Json:
 def _bind(source: str, target: str, *, writable: bool = False) -> Json:
     """A mount of the kind that fails where the source is missing; the other kind makes an empty folder."""
     return {"Type": "bind", "Source": source, "Target": target, "ReadOnly": not writable}
+
+
+def _context_mount(contexts: str | None) -> list[Json]:
+    return [_bind(contexts, CONTEXTS, writable=True)] if contexts else []
 
 
 def _model_mounts(preset: DockerPreset) -> list[Json]:

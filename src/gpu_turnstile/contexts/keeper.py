@@ -1,0 +1,354 @@
+"""Carries one engine's conversations over its absence: saved before it is stopped, given back before it serves.
+
+    starting ─ ready ─ … answered … ─ save ─ stopped ─ (checksums) ─ starting ─ …
+
+Whoever swaps calls these in order. None of them raises, each takes no longer than the budget, and whatever goes wrong
+costs what there was without it: the prompts are read again. It proves itself: after a restore the engine's own counters
+tell what the first answers took from its cache; a preset whose restores are never used stops trying.
+
+Invariant: an engine is only offered a file that was read to its end a moment ago and has the checksum, size and
+fingerprint it was saved with: a truncated one would abort it, a foreign one would make it talk nonsense.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+
+from gpu_turnstile.contexts.book import Book
+from gpu_turnstile.contexts.fingerprint import Traits, differing
+from gpu_turnstile.contexts.proof import Proof
+from gpu_turnstile.contexts.store import Entry, Shelf, checksum
+from gpu_turnstile.engines.base import Moved, Prefill, Slot, Slotted
+
+log = structlog.get_logger("contexts")
+
+LOOK = 2.0  # seconds for the first question to an engine that is to leave: one that hangs shall not take the budget
+ENOUGH = 256  # tokens read in one run that say something about the speed of reading
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A file an engine says it has written, not read by us yet. `tokens`, `size` (bytes) by its word."""
+
+    slot: int
+    file: str
+    tokens: int
+    size: int
+
+
+class Keeper:
+    """`facts`: what the command line and the files on disk say about the engine; it is called in a thread."""
+
+    def __init__(self, tenant: str, engine: Slotted, book: Book, facts: Callable[[], Traits]) -> None:
+        self.tenant = tenant
+        self.refill_s = 0.0  # seconds that reading again costs what the last absence lost; 0 = nothing, or unknown
+        self._engine = engine
+        self._book = book
+        self._facts = facts
+        self._known: Traits = {}
+        self._serving: Traits | None = None  # the fingerprint of the engine that serves; None = it is not to be saved
+        self._checking: asyncio.Task[None] | None = None
+        self._sealing: asyncio.Task[None] | None = None
+        self._whole: set[str] = set()  # files that were just read and have their checksum
+        self._loaded: dict[int, Entry] = {}  # slot -> what was restored into it
+        self._written: list[Written] = []
+        self._written_by: Traits = {}  # the engine that wrote them
+        self._rubbish: list[str] = []
+        self._count = 0  # slots the engine has
+        self._save_s = 0.0
+        self._proof: Proof | None = None
+
+    @property
+    def _shelf(self) -> Shelf:
+        return self._book.store.shelf(self.tenant)
+
+    # --------------------------------------------------------------------------------------------- coming
+
+    async def starting(self) -> None:
+        """The engine is about to be started: what it will be like is read now, before its files can change."""
+        self._serving, self._loaded, self._proof = None, {}, None
+        try:
+            self._known = await asyncio.to_thread(self._facts)
+        except OSError as error:
+            self._book.fail(self.tenant, "save", f"its files cannot be looked at: {error.strerror or error}")
+            self._known = {}
+        self._checking = self._book.begin(self._check())
+
+    async def _check(self) -> None:
+        """Read every file that may be offered, while the engine loads."""
+        if self._sealing is not None:
+            await asyncio.wait([self._sealing])
+        self._whole.clear()
+        self._book.store.tidy(self._book.wall())
+        for entry in tuple(self._shelf.index.entries):
+            try:
+                found = await asyncio.to_thread(checksum, self._shelf.path(entry.file))
+            except OSError as error:
+                found = (0, str(error))
+            if found == (entry.size, entry.sha256):
+                self._whole.add(entry.file)
+            else:
+                self._shelf.discard([entry.file])
+                self._book.fail(self.tenant, "corrupt", "a saved file is not what was saved; it is removed")
+
+    async def adopted(self) -> None:
+        """An earlier gate started it: what that gate wrote down about it holds."""
+        self._serving = self._shelf.index.running
+        if self._serving is None:
+            self._book.fail(self.tenant, "save", "nothing is known of how the engine was started; it is not saved")
+
+    async def ready(self, *, restore: bool = True) -> None:
+        """It answers: give it back what it held. Nobody has sent it a request yet."""
+        began = time.monotonic()
+        self._loaded = {}
+        try:
+            async with asyncio.timeout(self._book.rules.budget):
+                await self._ready(restore, began + self._book.rules.budget)
+        except TimeoutError:
+            self._book.fail(self.tenant, "restore_late", "giving back what was saved took longer than allowed")
+        except Exception:
+            log.exception("a restore failed in a way nobody expected", tenant=self.tenant)
+            self._book.counts.failures["restore"] += 1
+        self._account(began)
+
+    async def _ready(self, restore: bool, deadline: float) -> None:
+        build = await self._engine.build(_left(deadline))
+        if not self._known or build is None:
+            self._book.fail(self.tenant, "save", "the engine does not say what it is; it is not saved")
+            return
+        self._serving = {**self._known, "engine": build}
+        self._shelf.index.running = self._serving
+        self._shelf.save()
+        if not restore or self._is_useless(self._serving):
+            return
+        if self._checking is not None:
+            await asyncio.wait([self._checking])
+        fitting = self._fitting(self._serving)
+        if fitting:
+            await self._restore(fitting, deadline)
+
+    def _fitting(self, now: Traits) -> list[Entry]:
+        """The whole files of an engine like this one, newest and largest first; those of another are removed."""
+        entries = [entry for entry in self._shelf.index.entries if entry.file in self._whole]
+        stale = {entry.file: differing(entry.fingerprint, now) for entry in entries}
+        changed = sorted({name for names in stale.values() for name in names})
+        if changed:
+            self._shelf.discard(file for file, names in stale.items() if names)
+            self._book.fail(self.tenant, "stale", f"what was saved is not for this engine: other {', '.join(changed)}")
+        fitting = [entry for entry in entries if not stale[entry.file]]
+        return sorted(fitting, key=lambda entry: (-entry.at, -entry.tokens))
+
+    async def _restore(self, entries: list[Entry], deadline: float) -> None:
+        slots = await self._engine.slots(_left(deadline))
+        self._count = len(slots or ())
+        for slot, entry in zip(slots or (), entries, strict=False):
+            moved = await self._engine.restore_slot(slot.number, entry.file, _left(deadline))
+            if not moved.problem and moved.tokens == entry.tokens and moved.size == entry.size:
+                self._loaded[slot.number] = entry
+                continue
+            self._book.fail(self.tenant, "restore_late" if moved.late else "restore", _said(moved, entry.tokens))
+            if not moved.late:  # late is no fault of the file
+                self._shelf.discard([entry.file])
+            if moved.late or moved.lost or moved.unable:
+                break
+
+    def _account(self, began: float) -> None:
+        """What came back, what did not, and what that costs."""
+        seconds = time.monotonic() - began
+        tokens = sum(entry.tokens for entry in self._loaded.values())
+        lost = max(0, self._book.held.pop(self.tenant, 0) - tokens)
+        speed = self._speed()
+        self.refill_s = lost / speed if speed else 0.0
+        if not self._loaded:
+            return
+        counts = self._book.counts
+        counts.restored += len(self._loaded)
+        counts.tokens_restored += tokens
+        fields = {"slots": len(self._loaded), "tokens": tokens, "lost": lost, "seconds": round(seconds, 3)}
+        self._book.tell("context_restored", {"tenant": self.tenant, **fields})
+        self._proof = Proof(tuple(entry.tokens for entry in self._loaded.values()), seconds + self._save_s)
+        self._book.awaited[self.tenant] = self._answered
+
+    # ---------------------------------------------------------------------------------------------- proof
+
+    def _answered(self) -> None:
+        if self._proof is not None and self._proof.wants_a_look():
+            self._book.begin(self._look())
+
+    async def _look(self) -> None:
+        told = await self._engine.prefill(self._book.rules.budget)
+        if self._proof is not None:
+            self._judge(self._proof, told)
+
+    def _judge(self, proof: Proof, told: Prefill | None, *, over: bool = False) -> None:
+        """What the engine's counters say about the answers since the restore; `over`: there will be no more."""
+        index = self._shelf.index
+        verdict = proof.see(told)
+        if verdict is not None:
+            index.misses = 0 if verdict else index.misses + 1
+            if proof.is_useless(index.misses):
+                self._give_up()
+            self._shelf.save()
+        if not (over or proof.is_last) or self._proof is not proof:
+            return
+        self._proof = None
+        self._book.awaited.pop(self.tenant, None)
+        if proof.reused is None:
+            return
+        speed, counts = self._speed(), self._book.counts
+        counts.tokens_reused += proof.reused
+        saved = proof.reused / speed - proof.cost if speed else 0.0
+        counts.seconds_saved += saved
+        fields = {"tokens": proof.reused, "of": proof.restored, "seconds_saved": round(saved, 2) if speed else None}
+        self._book.tell("context_reused", {"tenant": self.tenant, **fields})
+
+    def _give_up(self) -> None:
+        index = self._shelf.index
+        index.useless = f"after {index.misses} restores running its answers used nothing of them"
+        index.useless_for = self._serving
+        self._shelf.discard([entry.file for entry in index.entries])
+        why = f"{index.useless}; nothing is saved until the preset changes, or: turnstile context drop {self.tenant}"
+        self._book.tell("context_useless", {"tenant": self.tenant, "reason": why})
+
+    def _is_useless(self, fingerprint: Traits) -> bool:
+        index = self._shelf.index
+        if index.useless is not None and index.useless_for != fingerprint:
+            index.useless, index.useless_for, index.misses = None, None, 0
+        return index.useless is not None
+
+    def _speed(self) -> float:
+        """Prompt tokens a second, as measured by the engine; 0 = not known."""
+        index = self._shelf.index
+        return index.prefill_tokens / index.prefill_seconds if index.prefill_seconds > 0 else 0.0
+
+    # ---------------------------------------------------------------------------------------------- going
+
+    async def save(self) -> None:
+        """It is about to be stopped, and lives: have it write down what it holds."""
+        fingerprint, began = self._serving, time.monotonic()
+        self._book.awaited.pop(self.tenant, None)
+        if fingerprint is None:
+            return
+        try:
+            async with asyncio.timeout(self._book.rules.budget):
+                await self._save(fingerprint, began + self._book.rules.budget)
+        except TimeoutError:
+            self._book.fail(self.tenant, "save_late", "saving what it holds took longer than allowed")
+        except Exception:
+            log.exception("a save failed in a way nobody expected", tenant=self.tenant)
+            self._book.counts.failures["save"] += 1
+        self._save_s = time.monotonic() - began
+        if self._written:
+            self._written_by = fingerprint
+            tokens, size = sum(w.tokens for w in self._written), sum(w.size for w in self._written)
+            fields = {"slots": len(self._written), "tokens": tokens, "bytes": size, "seconds": round(self._save_s, 3)}
+            self._book.tell("context_saved", {"tenant": self.tenant, **fields})
+
+    async def _save(self, fingerprint: Traits, deadline: float) -> None:
+        slots = await self._engine.slots(min(LOOK, _left(deadline)))
+        if slots is None:
+            self._book.fail(self.tenant, "save", "the engine does not tell what its slots hold")
+            return
+        self._count = len(slots)
+        self._book.held[self.tenant] = sum(slot.tokens or 0 for slot in slots) + self._untouched(slots)
+        self._learn(await self._engine.prefill(_left(deadline)))
+        if self._is_useless(fingerprint):
+            return
+        worth = [slot for slot in slots if slot.tokens is None or slot.tokens >= self._book.rules.min_tokens]
+        for slot in sorted(worth, key=lambda slot: (slot.busy, -(slot.tokens or 0))):
+            if not await self._save_one(slot, deadline):
+                break
+
+    def _untouched(self, slots: tuple[Slot, ...]) -> int:
+        """Tokens restored into slots that nobody has used since: these do not tell them, and the files are good."""
+        idle = {slot.number for slot in slots if not slot.tokens}
+        return sum(entry.tokens for number, entry in self._loaded.items() if number in idle)
+
+    def _learn(self, told: Prefill | None) -> None:
+        if self._proof is not None:
+            self._judge(self._proof, told, over=True)
+        if told is not None and told.tokens >= ENOUGH:
+            self._shelf.index.prefill_tokens = self._shelf.index.prefill_tokens / 2 + told.tokens
+            self._shelf.index.prefill_seconds = self._shelf.index.prefill_seconds / 2 + told.seconds
+            self._shelf.save()
+
+    async def _save_one(self, slot: Slot, deadline: float) -> bool:
+        """Whether the next one may be tried."""
+        store = self._book.store
+        expected = self._expected(slot)
+        if (store.limit and expected > store.limit) or not store.has_room(expected):
+            self._book.fail(self.tenant, "save", "there is no room (LLMC_CONTEXT_LIMIT_GB, or the disk)")
+            return True
+        store.tidy(self._book.wall(), expected)
+        try:
+            file = self._shelf.new_file()
+        except OSError as error:
+            self._book.fail(self.tenant, "save", f"no file can be made: {error.strerror or error}")
+            return False
+        self._rubbish.append(file)  # until it is written: also if we are interrupted
+        moved = await self._engine.save_slot(slot.number, file, _left(deadline))
+        if not moved.problem and moved.tokens > 0:
+            self._rubbish.remove(file)
+            self._written.append(Written(slot.number, file, moved.tokens, moved.size))
+        elif moved.problem:
+            kind = "save_late" if moved.late else "save"
+            self._book.fail(self.tenant, kind, f"a slot was not saved: {moved.problem}")
+        return not (moved.late or moved.lost or moved.unable)
+
+    def _expected(self, slot: Slot) -> int:
+        """Bytes its file will have, by those before it; 0 = not known."""
+        last = max(self._shelf.index.entries, key=lambda entry: entry.at, default=None)
+        return int((slot.tokens or 0) * last.size / last.tokens) if last is not None and last.tokens else 0
+
+    def stopped(self) -> None:
+        """The engine is gone and writes no more: read what it wrote, beside whatever comes next."""
+        self._serving = None
+        self._book.awaited.pop(self.tenant, None)
+        self._proof = None
+        self._rubbish.clear()
+        if self._shelf.index.running is not None:
+            self._shelf.index.running = None
+            self._shelf.save()
+        written, self._written = self._written, []
+        self._shelf.sweep(one.file for one in written)
+        if written:
+            self._sealing = self._book.begin(self._seal(written, self._written_by, dict(self._loaded)))
+
+    async def _seal(self, written: list[Written], fingerprint: Traits, loaded: dict[int, Entry]) -> None:
+        """Into the index with what is whole; each file takes the place of what was restored into its slot."""
+        at, shelf = self._book.wall(), self._shelf
+        for one in written:
+            try:
+                size, digest = await asyncio.to_thread(checksum, shelf.path(one.file))
+            except OSError as error:
+                size, digest = -1, str(error)
+            if size != one.size:
+                shelf.discard([one.file])
+                reason = f"a saved file has {size} bytes where the engine wrote {one.size}; it is removed"
+                self._book.fail(self.tenant, "corrupt", reason)
+                continue
+            replaced = [loaded[one.slot].file] if one.slot in loaded else []
+            shelf.index.entries.append(Entry(one.file, size, digest, one.tokens, at, fingerprint))
+            shelf.discard(replaced)
+            self._book.counts.saved += 1
+            self._book.counts.tokens_saved += one.tokens
+        newest = sorted(shelf.index.entries, key=lambda entry: (-entry.at, -entry.tokens))
+        shelf.discard(entry.file for entry in newest[max(1, self._count) :])
+        self._book.store.tidy(self._book.wall())
+        shelf.save()
+
+
+def _left(deadline: float) -> float:
+    """Seconds; a call gets a little even at the end, so that it fails as late and not as wrong."""
+    return max(0.05, deadline - time.monotonic())
+
+
+def _said(moved: Moved, expected: int) -> str:
+    if moved.problem:
+        return f"what was saved could not be given back: {moved.problem}"
+    return f"{moved.tokens} tokens came back of {expected} that were saved"
