@@ -58,6 +58,21 @@ def test_a_model_that_was_written_again_is_another_also_with_the_same_size_and_d
     assert differing(before, facts(PLAIN, {}, ("sh",), [model])) == ["model"]
 
 
+def test_a_model_that_cannot_be_seen_from_here_is_known_by_its_name():
+    one, other = (facts(("l", "--hf-repo", "a/b", "--hf-file", file), {}, ("sh",), []) for file in ("q4", "q5"))
+    assert differing(one, other) == ["model"]
+
+
+@pytest.mark.parametrize("word", ["{}", "{}:0.5", "other.gguf,{}"])
+def test_an_adapter_that_was_replaced_is_another(tmp_path, word):
+    adapter = tmp_path / "a.gguf"
+    adapter.write_bytes(b"one")
+    argv = (*PLAIN, "--lora", word.format(adapter))
+    before = facts(argv, {}, ("sh",), [])
+    adapter.write_bytes(b"two")
+    assert differing(before, facts(argv, {}, ("sh",), [])) == ["adapters"]
+
+
 def test_another_program_behind_the_same_name_is_another(tmp_path, monkeypatch):
     program = tmp_path / "llama-server"
     program.write_text("#!/bin/sh\n")

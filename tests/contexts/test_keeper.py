@@ -190,6 +190,24 @@ async def test_an_engine_that_was_never_ready_is_not_asked_for_anything(tmp_path
 
 
 @run_async
+async def test_an_engine_with_nothing_worth_saving_is_asked_one_question(tmp_path):
+    async with bench(tmp_path) as b:
+        questions = []
+
+        async def count(limit):
+            questions.append(limit)
+
+        b.engine.build = None
+        b.engine.prefill = None
+        b.engine.deals = {"slots": count}
+        await b.come()
+        b.engine.held = {0: 50}
+        await b.go()
+        assert len(questions) == 1
+        assert not b.book.counts.failures
+
+
+@run_async
 async def test_a_gate_that_was_started_again_saves_the_engine_it_found(tmp_path):
     async with bench(tmp_path) as b:
         await b.come()

@@ -11,7 +11,7 @@ told what changed.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 Traits = dict[str, str]
 
@@ -72,6 +72,18 @@ def traits(argv: Sequence[str], env: Mapping[str, str]) -> Traits:
 def flag_value(argv: Sequence[str], name: str) -> str | None:
     """What a flag was given, the last one counting; None = it is not there."""
     return next((value for flag, value in reversed(list(_flags(argv))) if flag == name), None)
+
+
+def named(argv: Sequence[str], names: Collection[str]) -> list[str]:
+    """The words behind these flags."""
+    return [word for flag, value in _flags(argv) if flag in names for word in value.split()]
+
+
+def files_behind(argv: Sequence[str]) -> list[str]:
+    """What flags that count may name files with: an adapter's place says nothing about what lies there now."""
+    values = [value for flag, value in _flags(argv) if flag not in _HARMLESS and flag not in _NAMES]
+    words = [word for value in values for word in value.replace(",", " ").split()]
+    return [part for word in words for part in (word, word.rpartition(":")[0]) if part]
 
 
 def differing(saved: Traits, now: Traits) -> list[str]:

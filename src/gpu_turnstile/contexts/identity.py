@@ -12,16 +12,19 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from gpu_turnstile.contexts.fingerprint import Traits, traits
+from gpu_turnstile.contexts.fingerprint import Traits, files_behind, named, traits
 
+MODEL_FLAGS = ("-m", "--model", "--hf-repo", "--hf-file")
 BEGINNING = 1 << 16  # bytes: a GGUF's description, as far as it is not its vocabulary
 
 
 def facts(argv: Sequence[str], env: Mapping[str, str], program: Sequence[str], files: Iterable[Path]) -> Traits:
     """What can be known of an engine before it is started. Raises OSError; for a thread."""
     found = traits(argv, env)
-    found["model"] = _digest([_file(path) for path in files])
+    model = named(argv, MODEL_FLAGS)  # all there is to go by where the files cannot be seen from here
+    found["model"] = _digest([*model, *(_file(path) for path in files)])
     found["program"] = _digest([_word(word) for word in program])
+    found["adapters"] = _digest([_file(Path(word)) for word in files_behind(argv) if os.path.isfile(word)])
     return found
 
 

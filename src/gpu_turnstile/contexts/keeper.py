@@ -51,7 +51,8 @@ class Keeper:
         self._book = book
         self._facts = facts
         self._known: Traits = {}
-        self._serving: Traits | None = None  # the fingerprint of the engine that serves; None = it is not to be saved
+        self._serving: Traits | None = None  # what is known of the engine that serves; None = it is not to be saved
+        self._fingerprint: Traits | None = None  # that, with the engine's own word, once it was asked
         self._checking: asyncio.Task[None] | None = None
         self._sealing: asyncio.Task[None] | None = None
         self._whole: set[str] = set()  # files that were just read and have their checksum
@@ -71,7 +72,7 @@ class Keeper:
 
     async def starting(self) -> None:
         """The engine is about to be started: what it will be like is read now, before its files can change."""
-        self._serving, self._loaded, self._proof = None, {}, None
+        self._serving, self._fingerprint, self._loaded, self._proof = None, None, {}, None
         try:
             self._known = await asyncio.to_thread(self._facts)
         except OSError as error:
@@ -117,20 +118,30 @@ class Keeper:
         self._account(began)
 
     async def _ready(self, restore: bool, deadline: float) -> None:
-        build = await self._engine.build(_left(deadline))
-        if not self._known or build is None:
-            self._book.fail(self.tenant, "save", "the engine does not say what it is; it is not saved")
+        if not self._known:
             return
-        self._serving = {**self._known, "engine": build}
-        self._shelf.index.running = self._serving
+        self._serving = self._shelf.index.running = self._known
         self._shelf.save()
-        if not restore or self._is_useless(self._serving):
+        if not restore:
             return
         if self._checking is not None:
             await asyncio.wait([self._checking])
-        fitting = self._fitting(self._serving)
+        if not self._shelf.index.entries:
+            return
+        fingerprint = await self._identify(deadline)
+        fitting = self._fitting(fingerprint) if fingerprint is not None else []
         if fitting:
             await self._restore(fitting, deadline)
+
+    async def _identify(self, deadline: float) -> Traits | None:
+        """The fingerprint of the engine that serves. It is asked only when there is something to save or restore."""
+        if self._fingerprint is None and self._serving is not None:
+            build = await self._engine.build(_left(deadline))
+            if build is None:
+                self._book.fail(self.tenant, "save", "the engine does not say what it is; it is not saved")
+                return None
+            self._fingerprint = {**self._serving, "engine": build}
+        return self._fingerprint
 
     def _fitting(self, now: Traits) -> list[Entry]:
         """The whole files of an engine like this one, newest and largest first; those of another are removed."""
@@ -210,7 +221,7 @@ class Keeper:
     def _give_up(self) -> None:
         index = self._shelf.index
         index.useless = f"after {index.misses} restores running its answers used nothing of them"
-        index.useless_for = self._serving
+        index.useless_for = self._fingerprint
         self._shelf.discard([entry.file for entry in index.entries])
         why = f"{index.useless}; nothing is saved until the preset changes, or: turnstile context drop {self.tenant}"
         self._book.tell("context_useless", {"tenant": self.tenant, "reason": why})
@@ -230,13 +241,13 @@ class Keeper:
 
     async def save(self) -> None:
         """It is about to be stopped, and lives: have it write down what it holds."""
-        fingerprint, began = self._serving, time.monotonic()
+        began = time.monotonic()
         self._book.awaited.pop(self.tenant, None)
-        if fingerprint is None:
+        if self._serving is None:
             return
         try:
             async with asyncio.timeout(self._book.rules.budget):
-                await self._save(fingerprint, began + self._book.rules.budget)
+                await self._save(began + self._book.rules.budget)
         except TimeoutError:
             self._book.fail(self.tenant, "save_late", "saving what it holds took longer than allowed")
         except Exception:
@@ -244,22 +255,25 @@ class Keeper:
             self._book.counts.failures["save"] += 1
         self._save_s = time.monotonic() - began
         if self._written:
-            self._written_by = fingerprint
+            self._written_by = self._fingerprint or {}
             tokens, size = sum(w.tokens for w in self._written), sum(w.size for w in self._written)
             fields = {"slots": len(self._written), "tokens": tokens, "bytes": size, "seconds": round(self._save_s, 3)}
             self._book.tell("context_saved", {"tenant": self.tenant, **fields})
 
-    async def _save(self, fingerprint: Traits, deadline: float) -> None:
+    async def _save(self, deadline: float) -> None:
         slots = await self._engine.slots(min(LOOK, _left(deadline)))
         if slots is None:
             self._book.fail(self.tenant, "save", "the engine does not tell what its slots hold")
             return
         self._count = len(slots)
-        self._book.held[self.tenant] = sum(slot.tokens or 0 for slot in slots) + self._untouched(slots)
-        self._learn(await self._engine.prefill(_left(deadline)))
-        if self._is_useless(fingerprint):
-            return
+        held = sum(slot.tokens or 0 for slot in slots)
+        self._book.held[self.tenant] = held + self._untouched(slots)
+        if self._proof is not None or held >= ENOUGH:
+            self._learn(await self._engine.prefill(_left(deadline)))
         worth = [slot for slot in slots if slot.tokens is None or slot.tokens >= self._book.rules.min_tokens]
+        fingerprint = await self._identify(deadline) if worth else None
+        if fingerprint is None or self._is_useless(fingerprint):
+            return
         for slot in sorted(worth, key=lambda slot: (slot.busy, -(slot.tokens or 0))):
             if not await self._save_one(slot, deadline):
                 break
@@ -307,7 +321,7 @@ class Keeper:
 
     def stopped(self) -> None:
         """The engine is gone and writes no more: read what it wrote, beside whatever comes next."""
-        self._serving = None
+        self._serving = self._fingerprint = None
         self._book.awaited.pop(self.tenant, None)
         self._proof = None
         self._rubbish.clear()
