@@ -15,30 +15,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import structlog
 
 from gpu_turnstile.contexts.book import Book
 from gpu_turnstile.contexts.fingerprint import Traits, differing
-from gpu_turnstile.contexts.proof import Proof
-from gpu_turnstile.contexts.store import Entry, Shelf, checksum
-from gpu_turnstile.engines.base import Moved, Prefill, Slot, Slotted
+from gpu_turnstile.contexts.seal import Written, seal, whole_files
+from gpu_turnstile.contexts.store import Entry, Shelf
+from gpu_turnstile.contexts.trial import ENOUGH, Trial
+from gpu_turnstile.engines.base import Moved, Slot, Slotted
 
 log = structlog.get_logger("contexts")
 
 LOOK = 2.0  # seconds for the first question to an engine that is to leave: one that hangs shall not take the budget
-ENOUGH = 256  # tokens read in one run that say something about the speed of reading
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """A file an engine says it has written, not read by us yet. `tokens`, `size` (bytes) by its word."""
-
-    slot: int
-    file: str
-    tokens: int
-    size: int
 
 
 class Keeper:
@@ -62,7 +51,7 @@ class Keeper:
         self._rubbish: list[str] = []
         self._count = 0  # slots the engine has
         self._save_s = 0.0
-        self._proof: Proof | None = None
+        self._trial = Trial(tenant, engine, book)
 
     @property
     def _shelf(self) -> Shelf:
@@ -72,7 +61,8 @@ class Keeper:
 
     async def starting(self) -> None:
         """The engine is about to be started: what it will be like is read now, before its files can change."""
-        self._serving, self._fingerprint, self._loaded, self._proof = None, None, {}, None
+        self._serving, self._fingerprint, self._loaded = None, None, {}
+        self._trial.end()
         try:
             self._known = await asyncio.to_thread(self._facts)
         except OSError as error:
@@ -86,16 +76,7 @@ class Keeper:
             await asyncio.wait([self._sealing])
         self._whole.clear()
         self._book.store.tidy(self._book.wall())
-        for entry in tuple(self._shelf.index.entries):
-            try:
-                found = await asyncio.to_thread(checksum, self._shelf.path(entry.file))
-            except OSError as error:
-                found = (0, str(error))
-            if found == (entry.size, entry.sha256):
-                self._whole.add(entry.file)
-            else:
-                self._shelf.discard([entry.file])
-                self._book.fail(self.tenant, "corrupt", "a saved file is not what was saved; it is removed")
+        self._whole = await whole_files(self._shelf, self._book)
 
     async def adopted(self) -> None:
         """An earlier gate started it: what that gate wrote down about it holds."""
@@ -173,7 +154,7 @@ class Keeper:
         seconds = time.monotonic() - began
         tokens = sum(entry.tokens for entry in self._loaded.values())
         lost = max(0, self._book.held.pop(self.tenant, 0) - tokens)
-        speed = self._speed()
+        speed = self._trial.speed
         self.refill_s = lost / speed if speed else 0.0
         if not self._loaded:
             return
@@ -182,67 +163,14 @@ class Keeper:
         counts.tokens_restored += tokens
         fields = {"slots": len(self._loaded), "tokens": tokens, "lost": lost, "seconds": round(seconds, 3)}
         self._book.tell("context_restored", {"tenant": self.tenant, **fields})
-        self._proof = Proof(tuple(entry.tokens for entry in self._loaded.values()), seconds + self._save_s)
-        self._book.awaited[self.tenant] = self._answered
-
-    # ---------------------------------------------------------------------------------------------- proof
-
-    def _answered(self) -> None:
-        if self._proof is not None and self._proof.wants_a_look():
-            self._book.begin(self._look())
-
-    async def _look(self) -> None:
-        told = await self._engine.prefill(self._book.rules.budget)
-        if self._proof is not None:
-            self._judge(self._proof, told)
-
-    def _judge(self, proof: Proof, told: Prefill | None, *, over: bool = False) -> None:
-        """What the engine's counters say about the answers since the restore; `over`: there will be no more."""
-        index = self._shelf.index
-        verdict = proof.see(told)
-        if verdict is not None:
-            index.misses = 0 if verdict else index.misses + 1
-            if proof.is_useless(index.misses):
-                self._give_up()
-            self._shelf.save()
-        if not (over or proof.is_last) or self._proof is not proof:
-            return
-        self._proof = None
-        self._book.awaited.pop(self.tenant, None)
-        if proof.reused is None:
-            return
-        speed, counts = self._speed(), self._book.counts
-        counts.tokens_reused += proof.reused
-        saved = proof.reused / speed - proof.cost if speed else 0.0
-        counts.seconds_saved += saved
-        fields = {"tokens": proof.reused, "of": proof.restored, "seconds_saved": round(saved, 2) if speed else None}
-        self._book.tell("context_reused", {"tenant": self.tenant, **fields})
-
-    def _give_up(self) -> None:
-        index = self._shelf.index
-        index.useless = f"after {index.misses} restores running its answers used nothing of them"
-        index.useless_for = self._fingerprint
-        self._shelf.discard([entry.file for entry in index.entries])
-        why = f"{index.useless}; nothing is saved until the preset changes, or: turnstile context drop {self.tenant}"
-        self._book.tell("context_useless", {"tenant": self.tenant, "reason": why})
-
-    def _is_useless(self, fingerprint: Traits) -> bool:
-        index = self._shelf.index
-        if index.useless is not None and index.useless_for != fingerprint:
-            index.useless, index.useless_for, index.misses = None, None, 0
-        return index.useless is not None
-
-    def _speed(self) -> float:
-        """Prompt tokens a second, as measured by the engine; 0 = not known."""
-        index = self._shelf.index
-        return index.prefill_tokens / index.prefill_seconds if index.prefill_seconds > 0 else 0.0
+        restored = tuple(entry.tokens for entry in self._loaded.values())
+        self._trial.begin(restored, seconds + self._save_s, self._fingerprint or {})
 
     # ---------------------------------------------------------------------------------------------- going
 
     async def save(self) -> None:
         """It is about to be stopped, and lives: have it write down what it holds."""
         began = time.monotonic()
-        self._book.awaited.pop(self.tenant, None)
         if self._serving is None:
             return
         try:
@@ -268,11 +196,11 @@ class Keeper:
         self._count = len(slots)
         held = sum(slot.tokens or 0 for slot in slots)
         self._book.held[self.tenant] = held + self._untouched(slots)
-        if self._proof is not None or held >= ENOUGH:
-            self._learn(await self._engine.prefill(_left(deadline)))
+        if self._trial.is_open or held >= ENOUGH:
+            self._trial.learn(await self._engine.prefill(_left(deadline)))
         worth = [slot for slot in slots if slot.tokens is None or slot.tokens >= self._book.rules.min_tokens]
         fingerprint = await self._identify(deadline) if worth else None
-        if fingerprint is None or self._is_useless(fingerprint):
+        if fingerprint is None or self._trial.is_useless(fingerprint):
             return
         for slot in sorted(worth, key=lambda slot: (slot.busy, -(slot.tokens or 0))):
             if not await self._save_one(slot, deadline):
@@ -282,14 +210,6 @@ class Keeper:
         """Tokens restored into slots that nobody has used since: these do not tell them, and the files are good."""
         idle = {slot.number for slot in slots if not slot.tokens}
         return sum(entry.tokens for number, entry in self._loaded.items() if number in idle)
-
-    def _learn(self, told: Prefill | None) -> None:
-        if self._proof is not None:
-            self._judge(self._proof, told, over=True)
-        if told is not None and told.tokens >= ENOUGH:
-            self._shelf.index.prefill_tokens = self._shelf.index.prefill_tokens / 2 + told.tokens
-            self._shelf.index.prefill_seconds = self._shelf.index.prefill_seconds / 2 + told.seconds
-            self._shelf.save()
 
     async def _save_one(self, slot: Slot, deadline: float) -> bool:
         """Whether the next one may be tried."""
@@ -308,11 +228,16 @@ class Keeper:
         moved = await self._engine.save_slot(slot.number, file, _left(deadline))
         if not moved.problem and moved.tokens > 0:
             self._rubbish.remove(file)
-            self._written.append(Written(slot.number, file, moved.tokens, moved.size))
+            self._written.append(Written(slot.number, file, moved.tokens, moved.size, self._before(slot)))
         elif moved.problem:
             kind = "save_late" if moved.late else "save"
             self._book.fail(self.tenant, kind, f"a slot was not saved: {moved.problem}")
         return not (moved.late or moved.lost or moved.unable)
+
+    def _before(self, slot: Slot) -> str | None:
+        """The file that was restored into the slot."""
+        entry = self._loaded.get(slot.number)
+        return None if entry is None else entry.file
 
     def _expected(self, slot: Slot) -> int:
         """Bytes its file will have, by those before it; 0 = not known."""
@@ -322,8 +247,7 @@ class Keeper:
     def stopped(self) -> None:
         """The engine is gone and writes no more: read what it wrote, beside whatever comes next."""
         self._serving = self._fingerprint = None
-        self._book.awaited.pop(self.tenant, None)
-        self._proof = None
+        self._trial.end()
         self._rubbish.clear()
         if self._shelf.index.running is not None:
             self._shelf.index.running = None
@@ -331,30 +255,8 @@ class Keeper:
         written, self._written = self._written, []
         self._shelf.sweep(one.file for one in written)
         if written:
-            self._sealing = self._book.begin(self._seal(written, self._written_by, dict(self._loaded)))
-
-    async def _seal(self, written: list[Written], fingerprint: Traits, loaded: dict[int, Entry]) -> None:
-        """Into the index with what is whole; each file takes the place of what was restored into its slot."""
-        at, shelf = self._book.wall(), self._shelf
-        for one in written:
-            try:
-                size, digest = await asyncio.to_thread(checksum, shelf.path(one.file))
-            except OSError as error:
-                size, digest = -1, str(error)
-            if size != one.size:
-                shelf.discard([one.file])
-                reason = f"a saved file has {size} bytes where the engine wrote {one.size}; it is removed"
-                self._book.fail(self.tenant, "corrupt", reason)
-                continue
-            replaced = [loaded[one.slot].file] if one.slot in loaded else []
-            shelf.index.entries.append(Entry(one.file, size, digest, one.tokens, at, fingerprint))
-            shelf.discard(replaced)
-            self._book.counts.saved += 1
-            self._book.counts.tokens_saved += one.tokens
-        newest = sorted(shelf.index.entries, key=lambda entry: (-entry.at, -entry.tokens))
-        shelf.discard(entry.file for entry in newest[max(1, self._count) :])
-        self._book.store.tidy(self._book.wall())
-        shelf.save()
+            work = seal(self._shelf, self._book, written, self._written_by, self._count)
+            self._sealing = self._book.begin(work)
 
 
 def _left(deadline: float) -> float:
