@@ -48,7 +48,6 @@ class Keeper:
         self._loaded: dict[int, Entry] = {}  # slot -> what was restored into it
         self._written: list[Written] = []
         self._written_by: Traits = {}  # the engine that wrote them
-        self._rubbish: list[str] = []
         self._count = 0  # slots the engine has
         self._save_s = 0.0
         self._trial = Trial(tenant, engine, book)
@@ -224,10 +223,8 @@ class Keeper:
         except OSError as error:
             self._book.fail(self.tenant, "save", f"no file can be made: {error.strerror or error}")
             return False
-        self._rubbish.append(file)  # until it is written: also if we are interrupted
         moved = await self._engine.save_slot(slot.number, file, _left(deadline))
         if not moved.problem and moved.tokens > 0:
-            self._rubbish.remove(file)
             self._written.append(Written(slot.number, file, moved.tokens, moved.size, self._before(slot)))
         elif moved.problem:
             kind = "save_late" if moved.late else "save"
@@ -245,10 +242,9 @@ class Keeper:
         return int((slot.tokens or 0) * last.size / last.tokens) if last is not None and last.tokens else 0
 
     def stopped(self) -> None:
-        """The engine is gone and writes no more: read what it wrote, beside whatever comes next."""
+        """The engine is gone and writes no more: read what it wrote, beside whatever comes next; remove the rest."""
         self._serving = self._fingerprint = None
         self._trial.end()
-        self._rubbish.clear()
         if self._shelf.index.running is not None:
             self._shelf.index.running = None
             self._shelf.save()
