@@ -43,7 +43,7 @@ bench-prefetch: $(VENV)/.ready $(VENV)/.real  ## load times of a real model: fro
 	$(BIN)/python bench/prefetch.py $(if $(MODEL),--model $(MODEL))
 
 bench-context: $(VENV)/.ready $(VENV)/.real  ## a long session cold, warm and given back after a swap; rewrites bench/CONTEXT.md
-	$(BIN)/python bench/context.py --update --check
+	$(BIN)/python bench/context.py --update --check --alternations 50
 
 fuzz: $(VENV)/.ready  ## five minutes of mutated requests and answers through a real gateway (SECONDS=, SEED=)
 	$(BIN)/python -m tests.gateway.fuzz_wire --seconds $(or $(SECONDS),300) --seed $(or $(SEED),1)

