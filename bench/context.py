@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
 from real_model import find
 
+from gpu_turnstile import logs
 from gpu_turnstile.app import App
 from gpu_turnstile.presets.values import Address
 from gpu_turnstile.settings import Settings
@@ -182,6 +183,7 @@ def main() -> int:
     parser.add_argument("--update", action="store_true", help=f"rewrite {RESULTS.name}")
     parser.add_argument("--alternations", type=int, default=0, help="swaps there and back, to see that nothing grows")
     given = parser.parse_args()
+    logs.configure("error", "text", None, color=False)
     rows, kept = uvloop.run(measure(given.alternations))
     text = table(rows)
     print(text)
