@@ -234,3 +234,23 @@ def test_a_log_comes_out_of_its_frames_however_it_is_cut(size):
     frames = Frames()
     pieces = [piece for at in range(0, len(framed), size) for piece in frames.feed(framed[at : at + size])]
     assert b"".join(pieces) == b"one\n" + b"two " * 50
+
+
+def test_the_folder_for_slots_is_mounted_writable_at_one_place():
+    preset = parse("""
+engine = "llama-server"
+[model]
+path = "/models/q.gguf"
+[runtime]
+kind = "docker"
+image = "l"
+""")
+    body = container_config(preset, 5001, "/state/contexts/p")
+    assert body["HostConfig"]["Mounts"][-1] == {
+        "Type": "bind",
+        "Source": "/state/contexts/p",
+        "Target": "/turnstile-contexts",
+        "ReadOnly": False,
+    }
+    assert body["Cmd"][-2:] == ["--slot-save-path", "/turnstile-contexts"]
+    assert "/turnstile-contexts" not in str(container_config(preset, 5001))

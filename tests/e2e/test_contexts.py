@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import time
 
 import pytest
+from typer.testing import CliRunner
 
+from gpu_turnstile.cli.main import app as cli
 from tests.aio import run_async, until
 from tests.e2e.house import house, llama
 
@@ -39,6 +43,26 @@ async def test_the_api_lists_what_is_saved_and_removes_it(tmp_path):
         assert gone == {"files": 1, "bytes": found["bytes"]}
         assert not list((tmp_path / "state" / "contexts").rglob("ctx-*"))
         assert (await h.http.delete(f"{h.gate}/v1/contexts")).json()["files"] == 0
+
+
+@run_async
+async def test_the_commands_list_and_drop(tmp_path):
+    def run(*words: str):
+        return CliRunner().invoke(cli, ["context", *words], catch_exceptions=False)
+
+    async with house(tmp_path, [llama("a"), llama("b")], **SMALL) as h:
+        await there_and_back(h)
+        shown = await asyncio.to_thread(run, "list", "--url", h.gate)
+        assert shown.exit_code == 0
+        assert "transcripts" in shown.stdout
+        assert " 1 " in shown.stdout
+        found = json.loads((await asyncio.to_thread(run, "list", "--json", "--url", h.gate)).stdout)
+        assert found["presets"][0]["files"] == 1
+        assert (await asyncio.to_thread(run, "drop", "--url", h.gate)).exit_code == 2
+        assert (await asyncio.to_thread(run, "drop", "nobody", "--url", h.gate)).exit_code == 1
+        done = await asyncio.to_thread(run, "drop", "a", "--url", h.gate)
+        assert done.stdout.startswith("removed 1 files")
+        assert not list((tmp_path / "state" / "contexts").rglob("ctx-*"))
 
 
 @run_async

@@ -96,3 +96,43 @@ def test_an_engine_that_answers_to_one_name_only_is_started_with_the_presets_unl
 def test_nothing_is_known_of_the_names_of_an_engine_that_somebody_else_starts() -> None:
     assert parse('engine = "vllm"\nruntime = { kind = "external", url = "http://h:1" }').served_as is None
     assert parse('engine = "vllm"\nruntime = { kind = "systemd", unit = "v", port = 1 }').served_as is None
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ("", None),
+        ("context_save = true", None),
+        ("context_save = false", "context_save is off"),
+        ('args = ["--slot-save-path=/mine"]', "stands in its args"),
+        ('args = ["--no-slots"]', "stands in its args"),
+    ],
+)
+def test_a_llama_server_saves_its_slots_unless_its_preset_says_otherwise(more, why):
+    preset = parse(f"""
+engine = "llama-server"
+[model]
+path = "/q"
+[runtime]
+kind = "process"
+command = ["l"]
+{more}
+""")
+    assert why in preset.why_no_contexts if why else preset.why_no_contexts is None
+
+
+def test_the_folder_for_slots_is_a_flag_and_the_rest_are_variables_that_the_preset_may_override():
+    preset = parse("""
+engine = "llama-server"
+[model]
+path = "/q"
+[runtime]
+kind = "process"
+command = ["l"]
+args = ["-v"]
+env = { LLAMA_ARG_CACHE_IDLE_SLOTS = "1" }
+""")
+    assert preset.argv(1, slot_folder="/s")[-3:] == ("--slot-save-path", "/s", "-v")
+    assert "--slot-save-path" not in preset.argv(1)
+    assert preset.environment(1) == {"LLAMA_ARG_CACHE_IDLE_SLOTS": "1"}
+    assert preset.environment(1, True) == {"LLAMA_ARG_CACHE_IDLE_SLOTS": "1", "LLAMA_ARG_ENDPOINT_METRICS": "1"}
