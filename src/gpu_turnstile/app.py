@@ -13,38 +13,25 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Coroutine, Iterable
-from dataclasses import replace
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import IO, Any
 
 import httpx
 import structlog
 
-from gpu_turnstile import __version__, logs
+from gpu_turnstile import __version__, logs, wiring
 from gpu_turnstile.arbiter import Arbiter, LeaseRow
 from gpu_turnstile.bypass import BypassWatch
 from gpu_turnstile.contexts.book import Book
-from gpu_turnstile.contexts.book import Rules as ContextRules
-from gpu_turnstile.contexts.fingerprint import flag_value
-from gpu_turnstile.contexts.identity import facts
-from gpu_turnstile.contexts.keeper import Keeper
-from gpu_turnstile.contexts.store import Store, StoreError
 from gpu_turnstile.control.app import create_app
 from gpu_turnstile.control.house import House
 from gpu_turnstile.control.serve import serve_control
-from gpu_turnstile.core.budget import capacity
-from gpu_turnstile.core.model import Mode, Sized, Tenant
-from gpu_turnstile.core.policy import Rules
-from gpu_turnstile.engines.base import Health, Timing
-from gpu_turnstile.engines.comfyui import ComfyUI
-from gpu_turnstile.engines.llama_server import LlamaServer
-from gpu_turnstile.engines.ollama import Ollama
-from gpu_turnstile.engines.registry import ENGINES
+from gpu_turnstile.core.model import Mode
+from gpu_turnstile.engines.base import Health
 from gpu_turnstile.gateway.paths import Site
-from gpu_turnstile.gateway.server import Gateway, Options, Table
+from gpu_turnstile.gateway.server import Gateway, Table
 from gpu_turnstile.gateway.upstream import Upstream
-from gpu_turnstile.gpu.base import Reading
 from gpu_turnstile.gpu.gauge import Gauge
 from gpu_turnstile.gpu.select import open_card
 from gpu_turnstile.jobs import JobBook
@@ -58,34 +45,17 @@ from gpu_turnstile.presets.schema import Preset
 from gpu_turnstile.presets.store import PresetStore
 from gpu_turnstile.presets.values import Address
 from gpu_turnstile.presets.values import address as address_of
-from gpu_turnstile.runtimes import records
-from gpu_turnstile.runtimes.base import Runtime, StopFailed
-from gpu_turnstile.runtimes.docker import DockerRuntime
-from gpu_turnstile.runtimes.docker_config import container_config
-from gpu_turnstile.runtimes.docker_errors import DockerAway, DockerError
-from gpu_turnstile.runtimes.docker_host import DockerHost, gate_id, socket_path
-from gpu_turnstile.runtimes.external import ExternalRuntime
 from gpu_turnstile.runtimes.pids import pids_of
-from gpu_turnstile.runtimes.process import ProcessRuntime, end_forgotten
-from gpu_turnstile.runtimes.systemd import SystemdRuntime
-from gpu_turnstile.seats import GB, Limits, Seat
+from gpu_turnstile.seating import COMFYUI, OLLAMA, Seating, StartError
 from gpu_turnstile.settings import Settings
 from gpu_turnstile.warm import Warmer
 from gpu_turnstile.watchdog import Watchdog
 
 log = structlog.get_logger("app")
 
-OLLAMA, COMFYUI = "ollama", "comfyui"  # the names of the tenants that somebody else runs
-IMAGE_RANK = 1
 SITES = {"comfyui": Site.COMFYUI, "a1111": Site.A1111, "invokeai": Site.INVOKEAI}
-STOP_GRACE = {"process": 10.0, "docker": 10.0, "systemd": 90.0, "external": 0.0}  # seconds, where a preset says nothing
 PRESETS_EVERY = 2.0  # seconds between two looks at the folder of presets
-IN_A_CONTAINER = Path("/.dockerenv")  # its paths are not the Docker host's
 SOCKET_PATH_LIMIT = 100  # bytes; the kernel takes 108
-
-
-class StartError(Exception):
-    """The gate cannot start. The text is one line for a person."""
 
 
 class App:
@@ -101,11 +71,6 @@ class App:
         self.preset_ports: dict[str, int] = {}  # of presets with a listener of their own
         self.addresses: dict[Site, tuple[str, int]] = {}
         self._gauge = Gauge(_card(settings.turnstile_gpu))
-        self._limits = Limits(settings.llmc_health_timeout, settings.unload_timeout)
-        self._timing = _timing(settings)
-        self._ports: dict[str, int] = {}  # of engines whose preset names none
-        self._docker: DockerHost | None = None
-        self.contexts: Book | None = None  # None = conversations are not saved
         self.prefetcher = Prefetcher()
 
     async def start(self) -> None:
@@ -123,22 +88,23 @@ class App:
         await asyncio.to_thread(self.store.refresh)
         if self.store.error is not None:
             raise StartError(str(self.store.error))
-        await self._end_forgotten()
-        await self._find_containers()
-        self._externals = list(self._external_seats())
-        self.contexts = await asyncio.to_thread(self._open_contexts)
+        timing = wiring.timing(settings)
+        self.seating = Seating(settings, self.store, self.state_dir, self._http, self._gauge, timing)
+        await self.seating.end_forgotten()
+        await self.seating.find_containers()
+        await asyncio.to_thread(self.seating.open_contexts, self._tell)
         self.journal = Journal(self.state_dir)
         self.history = History(self.state_dir)
         self.arbiter = Arbiter(
-            self._seats(),
-            _rules(settings, await self._gauge.read()),
+            self.seating.seats(),
+            wiring.rules(settings, await self._gauge.read()),
             remember=self.journal.remember,
             remembered=load(self.state_dir),
             durable=self.journal.flush,
             lock_ttl=settings.llmc_lock_ttl_s,
             fail_closed=settings.llmc_vram_unknown == "refuse",
         )
-        self.jobs = JobBook(self.arbiter, self._timing)
+        self.jobs = JobBook(self.arbiter, timing)
         self.bypass = BypassWatch(
             self.arbiter,
             self.jobs,
@@ -151,10 +117,10 @@ class App:
             self.history, read=self._gauge.read, ours=self._engine_pids, leases=self.arbiter.open_leases
         )
         self.control = Upstream("control", "unix:")
-        self.gateway = Gateway(self.arbiter, self._table(), self.control, _options(settings), self.jobs.follow)
+        self.gateway = Gateway(self.arbiter, self._table(), self.control, wiring.options(settings), self.jobs.follow)
         self.watchdog = Watchdog(self.arbiter, self.gateway.quiet, settings.llmc_watchdog_s)
         self.arbiter.watch(self._on_note)
-        if settings.warm_model and self._has_external(OLLAMA):
+        if settings.warm_model and self.seating.has_external(OLLAMA):
             self._warmer = Warmer(self.arbiter, OLLAMA, settings.warm_model)
         self.house = House(
             settings=settings,
@@ -197,63 +163,22 @@ class App:
             await self.stop()
             raise
 
-    def _open_contexts(self) -> Book | None:
-        """The folder of saved conversations. One that cannot be used costs them, not the start. For a thread."""
-        settings = self.settings
-        folder = Path(settings.llmc_context_dir or self.state_dir / "contexts").expanduser().absolute()
-        store = Store(folder, int(settings.llmc_context_limit_gb * GB), settings.llmc_context_max_age_s)
-        if not settings.llmc_context_save and not folder.exists():
-            return None
-        try:
-            store.open_folder()
-        except StoreError as error:
-            log.warning("contexts_not_saved", reason=str(error))
-            return None
-        if not settings.llmc_context_save:
-            store.drop()
-            store.close()
-            return None
-        rules = ContextRules(settings.llmc_context_min_tokens, settings.llmc_context_budget_s)
-        return Book(store, rules, lambda kind, fields: self.arbiter.tell(kind, fields))
+    @property
+    def contexts(self) -> Book | None:
+        """Where conversations are kept over their engine's absence; None = they are not."""
+        return self.seating.contexts
+
+    def _tell(self, kind: str, fields: dict[str, Any]) -> None:
+        self.arbiter.tell(kind, fields)
 
     def _lease_ended(self, row: LeaseRow) -> None:
         self.history.lease(row)
         if self.contexts is not None:
             self.contexts.answered(row[1])
 
-    async def _find_containers(self) -> None:
-        """What an earlier gate left under Docker: kept where its preset is the same, ended where it is no more."""
-        presets = self.store.catalogue.presets.values()
-        if not any(preset.runtime.kind == "docker" for preset in presets):
-            return
-        host = self._docker_host()
-        try:
-            self._ports.update(await host.ports())
-            swept = await host.sweep([preset.name for preset in presets if preset.runtime.kind == "docker"])
-            if swept:
-                log.info("containers_ended", presets=swept, reason="their presets are no more")
-        except (DockerAway, DockerError, StopFailed) as error:
-            log.warning("docker_trouble", reason=str(error))
-
-    async def _end_forgotten(self) -> None:
-        """Processes an earlier gate left whose presets are no more."""
-        kept = {self._record(preset) for preset in self.store.catalogue.presets.values()}
-        try:
-            await end_forgotten(self.state_dir / "engines", kept)
-        except StopFailed as error:
-            log.warning("left_behind", reason=str(error), consequence="it may still hold the card")
-
-    def _docker_host(self) -> DockerHost:
-        if self._docker is None:
-            try:
-                self._docker = DockerHost(socket_path(os.environ), gate_id(self.state_dir))
-            except ValueError as error:
-                raise StartError(str(error)) from None
-        return self._docker
-
     async def _probe_externals(self) -> None:
         """Once at the start; an engine that does not answer is a line in the log, no reason not to start."""
-        for seat in self._externals:
+        for seat in self.seating.externals:
             probe = await seat.engine.probe()
             if probe.health is not Health.READY:
                 log.warning(
@@ -300,8 +225,7 @@ class App:
             await self.contexts.close()
         self.journal.close()
         await asyncio.to_thread(self.history.close)
-        if self._docker is not None:
-            await self._docker.close()
+        await self.seating.close()
         await self._http.aclose()
         self._gauge.card.close()
         self._lock.close()
@@ -383,143 +307,8 @@ class App:
             await self.refresh()
 
     def _retell(self) -> None:
-        self.arbiter.presets_changed(self._seats())
+        self.arbiter.presets_changed(self.seating.seats())
         self.gateway.table = self._table()
-
-    def _seats(self) -> list[Seat]:
-        owned = [self._preset_seat(preset) for preset in self.store.catalogue.presets.values()]
-        names = {seat.tenant.name for seat in owned}
-        return owned + [seat for seat in self._externals if seat.tenant.name not in names]
-
-    def _external_seats(self) -> Iterable[Seat]:
-        """The Ollama and the ComfyUI of the turnstile document; its defaults only where there are no presets."""
-        settings, presets = self.settings, self.store.catalogue.presets
-        grace = settings.turnstile_drain_grace
-        if settings.ollama_url and (not presets or settings.source("OLLAMA_URL") != "default"):
-            tenant = Tenant(OLLAMA, Mode.LLM, drain_grace=grace)
-            yield self._seat(
-                tenant, Ollama(settings.ollama_url, self._http, self._timing), ExternalRuntime(settings.ollama_url)
-            )
-        if settings.comfy_url and (not presets or settings.source("COMFY_URL") != "default"):
-            tenant = self._image_tenant(COMFYUI)
-            yield self._seat(
-                tenant, ComfyUI(settings.comfy_url, self._http, self._timing), ExternalRuntime(settings.comfy_url)
-            )
-
-    def _image_tenant(self, name: str) -> Tenant:
-        """An image server that somebody else runs: one job at a time, before LLM requests, and gone when it is done."""
-        settings = self.settings
-        return Tenant(
-            name,
-            Mode.COMFYUI,
-            exclusive=True,
-            rank=IMAGE_RANK,
-            drain_grace=settings.turnstile_drain_grace,
-            linger=0.0,
-            single=settings.turnstile_image_batch_max_wait == 0,
-        )
-
-    def _preset_seat(self, preset: Preset) -> Seat:
-        runtime = preset.runtime
-        engine_class = ENGINES.get(preset.engine)
-        if engine_class is None:
-            raise StartError(f"preset {preset.name!r}: the engine {preset.engine!r} is not built yet")
-        port = self._port_of(preset)
-        engine = engine_class(runtime.url or f"http://127.0.0.1:{port}", self._http, self._timing)
-        for attribute, value in (("health_path", preset.health_path), ("api_key", runtime.api_key)):
-            if hasattr(engine, attribute):
-                setattr(engine, attribute, value)
-        folder = self._context_folder(preset)
-        seat = self._seat(self._preset_tenant(preset), engine, self._runtime(preset, port, folder))
-        if self.contexts is not None and folder is not None and isinstance(engine, LlamaServer):
-            seat.keeper = self._keeper(preset, port, engine, self.contexts)
-        return seat
-
-    def _context_folder(self, preset: Preset) -> Path | None:
-        """Where the engine may put its slots; None = they are not saved."""
-        if self.contexts is None:
-            return None
-        why = preset.why_no_contexts
-        if why is None and preset.runtime.kind == "docker" and IN_A_CONTAINER.exists():
-            why = None if self.settings.llmc_context_dir else "the gate is in a container: set LLMC_CONTEXT_DIR"
-        shelf = self.contexts.store.shelf(preset.name)
-        if why is None:
-            try:
-                shelf.make()
-            except OSError as error:
-                why = f"{shelf.folder}: {error.strerror or error}"
-        if why is not None and preset.engine == LlamaServer.kind:
-            log.info("contexts_not_saved", preset=preset.name, reason=why)
-        return shelf.folder if why is None else None
-
-    def _keeper(self, preset: Preset, port: int, engine: LlamaServer, book: Book) -> Keeper:
-        argv, env = preset.argv(port), preset.environment(port)
-        engine.api_key = flag_value(argv, "--api-key") or env.get("LLAMA_API_KEY")
-        program = preset.runtime.command or (preset.runtime.image or "",)
-        return Keeper(preset.name, engine, book, lambda: facts(argv, env, program, model_files(preset)))
-
-    def _preset_tenant(self, preset: Preset) -> Tenant:
-        settings, runtime = self.settings, preset.runtime
-        size = self.store.facts[preset.name].size
-        external = runtime.kind == "external"
-        if external and preset.mode is Mode.COMFYUI:
-            tenant = self._image_tenant(preset.name)
-        else:
-            grace = settings.turnstile_drain_grace if external else settings.llmc_drain_grace_s
-            tenant = Tenant(
-                preset.name,
-                preset.mode,
-                exclusive=preset.mode is Mode.COMFYUI,
-                drain_grace=grace,
-                linger=settings.llmc_idle_unload_s or None,
-            )
-        return replace(
-            tenant,
-            revision=preset.revision,
-            footprint=size.gb if size is not None else 0.0,
-            sized=size.how if size is not None else Sized.DECLARED,
-            drain_grace=tenant.drain_grace if runtime.drain_grace_s is None else runtime.drain_grace_s,
-            linger=tenant.linger if runtime.idle_unload_s is None else runtime.idle_unload_s,
-        )
-
-    def _port_of(self, preset: Preset) -> int:
-        """Where the engine listens on this machine. For Docker, the preset's `port` is the one inside."""
-        if preset.runtime.port and preset.runtime.kind != "docker":
-            return preset.runtime.port
-        if preset.name not in self._ports:
-            self._ports[preset.name] = records.living_port(self._record(preset)) or _free_port()
-        return self._ports[preset.name]
-
-    def _record(self, preset: Preset) -> Path:
-        """The file that says which process serves a preset, for a gate that finds it running."""
-        return self.state_dir / "engines" / f"{preset.name}.json"
-
-    def _runtime(self, preset: Preset, port: int, contexts: Path | None) -> Runtime:
-        runtime, name = preset.runtime, preset.name
-        grace = STOP_GRACE[runtime.kind] if runtime.stop_grace_s is None else runtime.stop_grace_s
-        match runtime.kind:
-            case "external":
-                return ExternalRuntime(runtime.url or "")
-            case "docker":
-                config = container_config(preset, port, str(contexts) if contexts else None)
-                return DockerRuntime(
-                    self._docker_host(),
-                    name,
-                    config,
-                    grace=grace,
-                    on_progress=lambda line: log.info("pulling", preset=name, progress=line),
-                )
-            case "systemd":
-                return SystemdRuntime(runtime.unit or "", user=runtime.user, grace=grace)
-            case _:
-                argv = preset.argv(port, slot_folder=str(contexts) if contexts else None)
-                env = preset.environment(port, contexts is not None)
-                return ProcessRuntime(
-                    argv, env=env, cwd=runtime.cwd, grace=grace, record=self._record(preset), port=port
-                )
-
-    def _seat(self, tenant: Tenant, engine: object, runtime: Runtime) -> Seat:
-        return Seat(tenant, engine, runtime, self._gauge, self._limits)  # type: ignore[arg-type]
 
     async def _engine_pids(self) -> frozenset[int]:
         """Of every engine, also of one whose preset is gone and that has not left the card yet."""
@@ -527,15 +316,12 @@ class App:
         names = {*self.arbiter.seats, *snapshot.residents, *snapshot.stuck}
         return await pids_of(seat.runtime for name in names if (seat := self.arbiter.seat(name)) is not None)
 
-    def _has_external(self, name: str) -> bool:
-        return any(seat.tenant.name == name for seat in self._externals)
-
     def _table(self) -> Table:
         """Which tenant serves which site, and what a request can name."""
         presets = self.store.catalogue.presets.values()
-        external = OLLAMA if self._has_external(OLLAMA) else None
+        external = OLLAMA if self.seating.has_external(OLLAMA) else None
         by_mode = {preset.mode: preset.name for preset in reversed(list(presets))}
-        comfy = COMFYUI if self._has_external(COMFYUI) else None
+        comfy = COMFYUI if self.seating.has_external(COMFYUI) else None
         return Table(
             directory=self.store.catalogue.directory(external=external, unknown=self.settings.llmc_unknown_model),
             external=external,
@@ -566,61 +352,6 @@ def _card(spec: str):  # type: ignore[no-untyped-def]
         raise StartError(f"TURNSTILE_GPU: {error}") from None
 
 
-def _rules(settings: Settings, reading: Reading | None) -> Rules:
-    """The card's own size counts where it can be read and nobody said otherwise."""
-    limit = settings.llmc_vram_limit_gb
-    if reading is not None:
-        total = reading.total / GB
-        limit = total if settings.source("LLMC_VRAM_LIMIT_GB") == "default" else min(limit, total)
-    reserve = min(settings.llmc_vram_reserve_gb, limit / 2)
-    return Rules(
-        patience=settings.turnstile_image_batch_max_wait or None,  # 0: the document's letter, see `single`
-        colocate=settings.turnstile_colocate,
-        capacity=capacity(limit, reserve),
-        retry_after=settings.busy_retry_after,
-        rollback=settings.llmc_rollback,
-        home=settings.llmc_idle_restore,
-        home_after=settings.llmc_idle_restore_s,
-    )
-
-
-def _timing(settings: Settings) -> Timing:
-    return Timing(
-        unload_timeout=settings.unload_timeout,
-        unload_poll=settings.unload_poll_interval,
-        history_poll=settings.history_poll_interval,
-        job_timeout=settings.job_timeout,
-        free_timeout=settings.free_timeout,
-        warm_timeout=settings.warm_timeout,
-        call_timeout=settings.probe_timeout,
-        idle_timeout=settings.job_timeout,
-    )
-
-
-def _options(settings: Settings) -> Options:
-    return Options(
-        body_limit=settings.turnstile_body_limit,
-        head_limit=settings.turnstile_head_limit,
-        max_headers=settings.turnstile_max_headers,
-        prompt_capture_limit=settings.prompt_capture_limit,
-        llm_wait=0 if settings.llm_busy_mode == "reject" else settings.llm_wait_timeout,
-        busy_status=settings.llm_busy_status if settings.llm_busy_mode == "reject" else 503,
-        backoff_initial=settings.backoff_initial,
-        backoff_max=settings.backoff_max,
-        upstream_idle=settings.turnstile_upstream_idle,
-        connect_timeout=settings.turnstile_connect_timeout,
-        head_timeout=settings.turnstile_head_timeout,
-        idle_timeout=settings.turnstile_idle_timeout,
-        body_timeout=settings.turnstile_body_timeout,
-        max_connections=settings.turnstile_max_connections,
-        keepalive_interval=settings.turnstile_keepalive_interval,
-        allowed_hosts=settings.turnstile_allowed_hosts,
-        allowed_origins=settings.turnstile_allowed_origins,
-        api_keys={key.key: key.name for key in settings.turnstile_api_keys},
-        log_requests=settings.loglevel in ("info", "debug"),
-    )
-
-
 def _private_place(state_dir: Path) -> Path | int:
     """Where the control API listens: a socket file in the state folder, or any loopback port."""
     if not hasattr(socket, "AF_UNIX"):
@@ -646,12 +377,6 @@ def _lock_folder(state_dir: Path) -> IO[str]:
                 f"another gate is running with the state folder {state_dir} (TURNSTILE_STATE_DIR)"
             ) from None
     return file
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 async def _serve(settings: Settings, presets: Path, state_dir: Path) -> int:
