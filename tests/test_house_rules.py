@@ -48,7 +48,8 @@ MAY_IMPORT = {
     "bypass": ("arbiter", "engines", "jobs", "seats"),
     "watchdog": ("arbiter", "core.model", "engines.base", "seats"),
     "warm": ("arbiter", "core.model", "engines"),
-    "settings": ("core.routes", "presets.values"),
+    "settings": ("core.policy", "core.routes", "presets.values"),
+    "simulate": ("core", "journal.schema", "presets.errors", "simulate"),
     "contention": ("journal.schema",),
     "tally": (),
     "prefetch": (),
@@ -114,9 +115,9 @@ def test_the_core_uses_the_standard_library_only_and_none_of_its_clocks_or_io():
             assert top not in forbidden, f"{path.name} imports {module}"
 
 
-def test_only_the_arbiter_knows_the_scheduler():
+def test_only_the_arbiter_knows_the_scheduler_and_who_plays_the_world_for_it():
     users = {name for name, path in rooms() if any(m.startswith(f"{PACKAGE}.core.scheduler") for m in imports(path))}
-    assert users <= {"arbiter", "core"}
+    assert users <= {"arbiter", "core", "simulate"}
 
 
 def test_only_the_arbiter_feeds_it():

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from gpu_turnstile.core.policy import Order
 from gpu_turnstile.core.routes import UnknownModel
 from gpu_turnstile.presets import values as v
 from gpu_turnstile.presets.values import Address, ApiKey
@@ -185,6 +186,12 @@ class Settings:
     turnstile_image_batch_max_wait: float = _setting(
         _wait, "60s", "image jobs run back to back until an LLM request waited this long; 0 = free after every job"
     )
+    turnstile_policy: Order = _setting(
+        lambda text: Order(v.one_of("amortised", "arrival")(text)),
+        "amortised",
+        "presets share the card in turns that are worth their swap, or whoever waits longest is next (arrival)",
+    )
+    turnstile_max_wait: float = _setting(_wait, "3m", "a request that waited this long ends the turn of another preset")
     turnstile_bypass: str = _setting(
         v.one_of("wait", "ignore"), "wait", "ComfyUI jobs sent past the gate are waited for, or only shown"
     )

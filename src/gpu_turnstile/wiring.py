@@ -19,6 +19,8 @@ def rules(settings: Settings, reading: Reading | None) -> Rules:
         limit = total if settings.source("LLMC_VRAM_LIMIT_GB") == "default" else min(limit, total)
     reserve = min(settings.llmc_vram_reserve_gb, limit / 2)
     return Rules(
+        order=settings.turnstile_policy,
+        max_wait=settings.turnstile_max_wait,
         patience=settings.turnstile_image_batch_max_wait or None,  # 0: the document's letter, see `single`
         colocate=settings.turnstile_colocate,
         capacity=capacity(limit, reserve),

@@ -39,7 +39,7 @@ from gpu_turnstile.core.model import (
     Unlock,
     Wedged,
 )
-from gpu_turnstile.core.policy import Rules
+from gpu_turnstile.core.policy import Order, Rules
 from gpu_turnstile.core.scheduler import Scheduler
 
 TENANTS = (
@@ -51,11 +51,16 @@ TENANTS = (
     Tenant("train", Mode.TRAIN, exclusive=True, drain_grace=40.0),
     Tenant("forge", Mode.COMFYUI, exclusive=True, rank=1, single=True, linger=0.0, footprint=6.0),
 )
-RULES = (
-    Rules(patience=60.0, rollback=True, hold_back=5.0),
-    Rules(patience=None, home="a", home_after=20.0),
-    Rules(patience=0.0),
-    Rules(colocate=True, capacity=24.0),
+RULES = tuple(
+    replace(rules, order=order)
+    for order in Order
+    for rules in (
+        Rules(patience=60.0, max_wait=90.0, rollback=True, hold_back=5.0),
+        Rules(patience=None, max_wait=30.0, home="a", home_after=20.0),
+        Rules(patience=0.0, max_wait=0.0),
+        Rules(share=10.0, linger=10.0),
+        Rules(colocate=True, capacity=24.0),
+    )
 )
 
 
@@ -83,6 +88,7 @@ class World:
     unanswered: set[int] = field(default_factory=set)  # lock calls
     disturbed: int = 0  # events that may cost a waiter an extra swap
     promised: dict[str, int] = field(default_factory=dict)  # newcomer -> newest ticket its swap was made for
+    brought: dict[str, Tenant] = field(default_factory=dict)  # newcomer -> the preset it was started with
 
     def __post_init__(self) -> None:
         self.tenants = {t.name: t for t in TENANTS}
@@ -120,7 +126,9 @@ class World:
             self._do(Tick())
         self.now = until
 
-    def swap_ends(self, well: bool, residents: tuple[str, ...] = (), stuck: tuple[str, ...] = ()) -> None:
+    def swap_ends(
+        self, well: bool, residents: tuple[str, ...] = (), stuck: tuple[str, ...] = (), refill: float = 0.0
+    ) -> None:
         swap, self.swap = self.swap, None
         if swap is None:
             return
@@ -131,7 +139,7 @@ class World:
                         waiter.swaps_allowed -= 1
             if isinstance(swap, StartSwap):
                 self.promised[swap.target] = self.tickets
-            self._do(SwapSucceeded(swap.swap))
+            self._do(SwapSucceeded(swap.swap, refill))
         else:
             self._do(SwapFailed(swap.swap, "broken", residents, stuck))
 
@@ -238,7 +246,20 @@ class World:
         if locked and self.scheduler.snapshot(self.now).locks.preset == locked:
             unasked = isinstance(swap, StartSwap) and swap.target != locked
             assert not (unasked and locked in swap.evict), "6: a locked preset is evicted"
+        if isinstance(swap, StartSwap):
+            if not locked:
+                self._check_progress(swap)
+            self.brought[swap.target] = self.tenants[swap.target]
+        for name in swap.evict:
+            self.promised.pop(name, None)
         self.swap = swap
+
+    def _check_progress(self, swap: StartSwap) -> None:
+        """5: whoever was brought in serves those it was brought in for before it has to leave for somebody else."""
+        for name in swap.evict:
+            waiting = [n for n, w in self.waiting.items() if n <= self.promised.get(name, 0) and w.wants == (name,)]
+            replaced = self.tenants.get(name) != self.brought.get(name) or name == swap.target
+            assert not waiting or replaced, f"5: {name} leaves for {swap.target} before it served {waiting}"
 
     def _reload(self, state: dict[str, Any]) -> None:
         again = Scheduler(self.tenants.values(), self.rules, now=self.now, name=state["model"], locks=state["lock"])
@@ -274,6 +295,8 @@ class World:
             self.drain_since = self.now
         if self.swap is None and view.phase is Phase.IDLE and not view.stuck:
             assert not self.waiting, "5: the card is empty and somebody waits for it"
+        if self.waiting and self.swap is None and not self.leases:
+            assert self.alarm is not None, "5: a card that is kept for somebody is kept for ever"
         timed = [w.since + w.request.wait for w in self.waiting.values() if w.request.wait]
         assert not timed or (self.alarm is not None and self.alarm <= min(timed)), "no timer for the end of a wait"
 
@@ -292,6 +315,8 @@ class World:
         patience = self.rules.patience
         if patience is None:
             return
+        if self.rules.order is Order.AMORTISED:
+            patience = max(patience, self.rules.max_wait)
         for number, waiter in self.waiting.items():
             if waiter.swaps_allowed is None and self.now - waiter.since > patience:
                 older = sum(1 for n in self.waiting if n < number)
@@ -303,7 +328,7 @@ class World:
         self.unlock(None)
         for _ in range(4 * len(self.waiting) + 60):
             if self.swap is not None:
-                self.swap_ends(True)
+                self.swap_ends(True, refill=30.0)
             elif self.leases:
                 self.release(next(iter(self.leases)))
             elif self.waiting:

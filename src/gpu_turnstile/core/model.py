@@ -120,7 +120,10 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class SwapSucceeded:
+    """`refill`: seconds of prefill the target's clients will pay again because their contexts did not survive."""
+
     swap: int
+    refill: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,6 +369,32 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
+class Kept:
+    """A tenant that has the card for itself: in its turn, or for a client that is expected back."""
+
+    tenant: str
+    until: float
+    cost: float  # seconds it took to bring in, with what its clients had to read again
+    idle: bool  # nothing runs: a client is expected back
+
+
+@dataclass(frozen=True, slots=True)
+class War:
+    """Presets that take the card from each other.
+
+    `since`, `last`: its first and its last swap. `presets`: each with the clients it is brought in for.
+    `per_hour`: seconds an hour that swaps cost, and contexts that are read again. `would_help`: for a person.
+    """
+
+    since: float
+    last: float
+    presets: dict[str, tuple[str, ...]]
+    swaps: int
+    per_hour: float
+    would_help: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """All of the scheduler that anybody outside may read. A read never gates a change."""
 
@@ -379,3 +408,5 @@ class Snapshot:
     leases: tuple[Held, ...]
     waiting: tuple[Waiting, ...]
     locks: Any  # a locks.Standing: who pins which preset, and who waits for a lock
+    kept: Kept | None = None  # whom those who wait, wait for
+    war: War | None = None

@@ -20,10 +20,12 @@ serves the waiters it was made for; only then may anything drain the newcomer.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 from gpu_turnstile.core import budget, policy
+from gpu_turnstile.core.card import Drain, Resident, Swap
+from gpu_turnstile.core.failures import Failures
+from gpu_turnstile.core.habits import Habits
 from gpu_turnstile.core.line import Line, Queue
 from gpu_turnstile.core.locks import TTL, Denied, Ended, Granted, LockBook, Policed, Queued, Refused, Stale, Unlocked
 from gpu_turnstile.core.model import (
@@ -37,6 +39,7 @@ from gpu_turnstile.core.model import (
     Event,
     Grant,
     Held,
+    Kept,
     Lock,
     Mode,
     Note,
@@ -62,54 +65,10 @@ from gpu_turnstile.core.model import (
     Unlock,
     Wedged,
 )
-from gpu_turnstile.core.policy import Rules
+from gpu_turnstile.core.policy import Order, Rules
+from gpu_turnstile.core.wars import Made, Wars
 
 WHOM = 20  # names of clients that are told of when all work was cut
-
-
-@dataclass(slots=True)
-class _Resident:
-    """A tenant on the card. `leases`: ticket -> (client, since, owner)."""
-
-    tenant: Tenant
-    since: float
-    idle_since: float
-    leases: dict[int, tuple[str, float, str | None]] = field(default_factory=dict)
-    cohort: int = 0  # tickets up to this sequence number waited when it came in
-    fresh: bool = False  # it has not served them yet
-    begun: bool = False  # it has served somebody
-    stale: bool = False  # its preset was changed or removed: it drains and leaves
-    stuck: bool = False  # it may hold memory but cannot serve
-
-    @property
-    def serves(self) -> bool:
-        return not (self.stale or self.stuck)
-
-    @property
-    def admits(self) -> bool:
-        """Whether it may be granted another lease before it is evicted."""
-        return self.serves and not (self.tenant.single and self.begun)
-
-
-@dataclass(frozen=True, slots=True)
-class _Drain:
-    """Leases of `victims` are running out. `since` is when the first of them was asked to."""
-
-    since: float
-    target: str | None
-    victims: tuple[str, ...]
-
-
-@dataclass(slots=True)
-class _Swap:
-    number: int
-    target: Tenant | None
-    victims: dict[str, _Resident]
-    since: float
-
-    @property
-    def name(self) -> str | None:
-        return self.target.name if self.target else None
 
 
 class Scheduler:
@@ -130,18 +89,22 @@ class Scheduler:
         """`odd` tells afterwards what in `locks` made no sense."""
         self.rules = rules or Rules()
         self._tenants = {t.name: t for t in tenants}
-        self._residents: dict[str, _Resident] = {}
-        self._leases: dict[int, _Resident] = {}
+        self._residents: dict[str, Resident] = {}
+        self._leases: dict[int, Resident] = {}
         self._line = Line()
-        self._swap: _Swap | None = None
+        self._swap: Swap | None = None
         self._swaps = 0
-        self._drain: _Drain | None = None
+        self._drain: Drain | None = None
         self._unload = False
         self._closing = False
         self._restore: str | None = None  # who comes back when nobody else wants the card after a failed swap
         self._away = False  # the tenant that is at home on the card had to leave for somebody else
         self._emptied = now  # when the card was left to nobody, or bringing somebody home failed
-        self._failures: dict[str, tuple[int, float, str]] = {}  # tenant -> failed swaps in a row, not before, why
+        self._failures = Failures(self.rules)
+        self._habits = Habits()
+        self._wars = Wars()
+        self._held: float | None = None  # when whoever waits for the end of a turn is looked at again
+        self._costs: dict[str, float] = {}  # tenant -> seconds its last swap took
         self._armed: float | None = None
         self._name = name if name in self._tenants else None
         self._locks, self.odd = LockBook.recover(locks or {}, now, lock_ttl)
@@ -192,6 +155,8 @@ class Scheduler:
         if not known:
             out.append(Refuse(event.ticket, Code.UNKNOWN_MODEL, f"no preset is called {event.wants[0]!r}"))
             return
+        if self._habits.away:
+            self._habits.came(event.client, known, now)
         owner = event.owner
         if self._locks or event.token is not None:
             self._look_at_locks(now, out)
@@ -208,9 +173,9 @@ class Scheduler:
                 return
             known = fitting
         if self._failures and self._serving(known) is None:
-            able = tuple(want for want in known if not self._held_back(want, now))
+            able = tuple(want for want in known if not self._failures.hold_back(want, now))
             if not able:
-                out.append(self._broken(event.ticket, known[0], now))
+                out.append(self._failures.refusal(event.ticket, known[0], now))
                 return
             known = able
         if not self._line and self._swap is None and not self._unload:
@@ -241,9 +206,12 @@ class Scheduler:
         resident = self._leases.pop(event.ticket, None)
         if resident is None:  # cut before: the swap or the crash has settled it
             return
-        _, _, owner = resident.leases.pop(event.ticket)
+        client, since, owner = resident.leases.pop(event.ticket)
         if not resident.leases:
             resident.idle_since = now
+        if self._line and self.rules.order is Order.AMORTISED:
+            gap = self._habits.left(client, resident.tenant.name, since, now)
+            resident.expects = max(resident.expects, now + policy.lingers(gap, resident.turn, self.rules))
         if self._locks:
             self._touch(resident.tenant.name, owner, now, out)
         if (
@@ -255,7 +223,7 @@ class Scheduler:
 
     def _grant(
         self,
-        resident: _Resident,
+        resident: Resident,
         ticket: int,
         visit: bool,
         client: str,
@@ -263,10 +231,10 @@ class Scheduler:
         now: float,
         out: list[Effect],
     ) -> None:
-        resident.begun = True
-        if resident.tenant.exclusive:
-            resident.fresh = False
         if not visit:
+            resident.begun = True
+            if resident.tenant.exclusive:
+                resident.fresh = False
             resident.leases[ticket] = (client, now, owner)
             self._leases[ticket] = resident
             if self._locks:
@@ -291,17 +259,6 @@ class Scheduler:
             why += "; if the computed figure is wrong, write vram_gb into the preset"
         return Refuse(ticket, Code.MODEL_UNAVAILABLE, f"{message} ({why})")
 
-    def _held_back(self, tenant: str, now: float) -> bool:
-        failed = self._failures.get(tenant)
-        return failed is not None and now < failed[1]
-
-    def _broken(self, ticket: int, tenant: str, now: float) -> Refuse:
-        count, until, why = self._failures[tenant]
-        message = (
-            f"{tenant!r} has failed to start {count} times in a row and is not tried before {until - now:.0f} s; {why}"
-        )
-        return Refuse(ticket, Code.SWAP_FAILED, message, max(1.0, until - now))
-
     # ------------------------------------------------------------------------------------------ decision
 
     def _advance(self, now: float, out: list[Effect]) -> None:
@@ -315,50 +272,87 @@ class Scheduler:
 
     def _step(self, now: float, out: list[Effect]) -> bool:
         """One decision; True when there may be another one."""
+        self._held = None
         if self._unload:
             return self._make_room(None, dict(self._residents), now, out)
-        head = self._next(now)
-        if head is None:
+        if not self._line:
             return self._leave(now, out)
-        queue, resident = head
-        if resident is not None:
-            self._end_drain(out)
-            if not self._compatible(resident):
-                return False
-            ticket = self._line.leave(queue.head.number)
-            self._grant(resident, ticket.number, ticket.visit, ticket.client, ticket.owner, now, out)
-            return True
-        target = self._tenants[self._wanted(queue)]
-        victims = self._victims(target)
-        if self._make_room(target, victims, now, out):
-            return True
-        self._grant_in_place(now, out)
+        waits_for_turn: int | None = None  # the rank of whoever waits until a turn ends
+        for queue, resident, head in self._heads(now):
+            if waits_for_turn is not None and queue.rank < waits_for_turn:
+                break
+            if resident is not None:
+                self._end_drain(out)
+                if not self._compatible(resident):
+                    return False
+                ticket = self._line.leave(queue.head.number)
+                self._grant(resident, ticket.number, ticket.visit, ticket.client, ticket.owner, now, out)
+                return True
+            target = self._tenants[self._wanted(queue)]
+            victims = self._victims(target)
+            if self._in_turn(head, victims, now):
+                waits_for_turn = queue.rank
+                continue
+            if self._make_room(target, victims, now, out):
+                return True
+            self._grant_in_place(now, out)
+            return False
+        self._end_drain(out)
         return False
 
-    def _next(self, now: float) -> tuple[Queue, _Resident | None] | None:
-        """The queue whose head must be served next, and the resident that can serve it, if any."""
-        best: tuple[Queue, _Resident | None] | None = None
-        best_key: tuple[int, int, int, int] | None = None
-        for queue in self._line.queues():
-            resident = self._serving(queue.wants)
-            ticket = queue.head
-            key = policy.order(
-                policy.Head(
-                    seq=ticket.seq,
-                    rank=queue.rank,
-                    since=ticket.since,
-                    served=resident is not None,
-                    cohort=resident is not None and ticket.seq <= resident.cohort,
-                    fresh=resident is not None and resident.fresh,
-                ),
-                now,
-                self.rules,
-            )
-            if best_key is None or key < best_key:
-                best, best_key = (queue, resident), key
-        return best
+    def _heads(self, now: float) -> Iterator[tuple[Queue, Resident | None, policy.Head]]:
+        """Every queue with the resident that can serve its head, if any; whoever must be served next first."""
+        queues = self._line.queues()
+        residents = [self._serving(queue.wants) for queue in queues]
+        floors = self._floors(queues, residents, now)
+        heads = [self._head(queue, resident, floors, now) for queue, resident in zip(queues, residents, strict=True)]
+        for place in policy.ranked(heads, now):
+            yield queues[place], residents[place], heads[place]
 
-    def _serving(self, wants: tuple[str, ...]) -> _Resident | None:
+    def _floors(
+        self, queues: tuple[Queue, ...], residents: list[Resident | None], now: float
+    ) -> dict[int, tuple[float, bool]]:
+        """By rank: until when no equal may end what the residents do, and whether one of them is in its turn."""
+        waited_for = [r for q, r in zip(queues, residents, strict=True) if r is not None and q.head.seq <= r.cohort]
+        floors: dict[int, tuple[float, bool]] = {}
+        for resident in self._residents.values():
+            floor = policy.batch_floor(resident.since, self.rules) if resident in waited_for else float("-inf")
+            in_turn = resident.in_turn(now)
+            if in_turn:
+                floor = max(floor, resident.turn.floor)
+            before, turns = floors.get(resident.tenant.rank, (floor, False))
+            floors[resident.tenant.rank] = (max(before, floor), turns or in_turn)
+        return floors
+
+    def _head(
+        self, queue: Queue, resident: Resident | None, floors: dict[int, tuple[float, bool]], now: float
+    ) -> policy.Head:
+        ticket = queue.head
+        if resident is not None:
+            cohort = ticket.seq <= resident.cohort
+            in_turn = resident.in_turn(now)
+            return policy.Head(ticket.seq, queue.rank, True, cohort, resident.fresh, in_turn)
+        floor, in_turn = floors.get(queue.rank, (float("-inf"), False))
+        swap = self._costs.get(self._wanted(queue), 0.0)
+        ends = policy.impatient_at(ticket.since, floor, swap if in_turn else None, self.rules)
+        return policy.Head(ticket.seq, queue.rank, ends=ends, used=self._habits.used(ticket.client, now))
+
+    def _in_turn(self, head: policy.Head, victims: dict[str, Resident], now: float) -> bool:
+        """Whether somebody who would have to leave for this head is in its turn, and the head may still wait.
+
+        Nobody has a turn under a lock: whoever waits then waits for the pinned preset.
+        """
+        if self._locks.preset is not None:
+            return False
+        kept = max((r.kept_until(now) for r in victims.values() if r.tenant.rank == head.rank), default=now)
+        if head.ends is not None:
+            kept = min(kept, head.ends)
+        if kept <= now:
+            return False
+        self._held = kept if self._held is None else min(self._held, kept)
+        return True
+
+    def _serving(self, wants: tuple[str, ...]) -> Resident | None:
         for want in wants:
             resident = self._residents.get(want)
             if resident is not None and resident.admits:
@@ -369,7 +363,7 @@ class Scheduler:
         """Whom to bring in for a queue: its first choice, or the locked preset, which is one of its choices then."""
         return self._locks.preset or queue.wants[0]
 
-    def _compatible(self, resident: _Resident) -> bool:
+    def _compatible(self, resident: Resident) -> bool:
         """An exclusive lease is alone on the card."""
         if resident.tenant.exclusive:
             return not self._leases
@@ -378,13 +372,13 @@ class Scheduler:
     def _coming(self, wants: tuple[str, ...]) -> bool:
         return self._swap is not None and self._swap.name in wants
 
-    def _victims(self, target: Tenant) -> dict[str, _Resident]:
+    def _victims(self, target: Tenant) -> dict[str, Resident]:
         """Who has to leave for `target`: whoever cannot serve, and as many others as the budget says."""
         healthy = {n: r.tenant.footprint for n, r in self._residents.items() if r.admits and n != target.name}
         leaving = set(budget.plan_eviction(healthy, target.footprint, self.rules.capacity, self.rules.colocate))
         return {n: r for n, r in self._residents.items() if n in leaving or not r.admits}
 
-    def _make_room(self, target: Tenant | None, victims: dict[str, _Resident], now: float, out: list[Effect]) -> bool:
+    def _make_room(self, target: Tenant | None, victims: dict[str, Resident], now: float, out: list[Effect]) -> bool:
         """Start the swap if the victims are drained or out of grace, else let them drain. True = decided."""
         if target is None and not victims:
             self._unload = False
@@ -394,26 +388,14 @@ class Scheduler:
             name, names = target.name if target else None, tuple(victims)
             if self._drain is None:
                 out.append(Note("drain", {"target": name, "victims": list(names), "inflight": inflight}))
-            self._drain = _Drain(self._drain.since if self._drain else now, name, names)
-            deadline = self._deadline(self._drain)
+            self._drain = Drain(self._drain.since if self._drain else now, name, names)
+            deadline = self._drain.deadline(self._residents)
             if deadline is None or now < deadline:
                 return False
         self._begin(target, victims, now, out)
         return True
 
-    def _deadline(self, drain: _Drain) -> float | None:
-        """When the swap may cut the leases that still hold it off; None = never."""
-        latest = drain.since
-        for name in drain.victims:
-            resident = self._residents.get(name)
-            if resident is None or not resident.leases:
-                continue
-            if resident.tenant.drain_grace is None:
-                return None
-            latest = max(latest, drain.since + resident.tenant.drain_grace)
-        return latest
-
-    def _begin(self, target: Tenant | None, victims: dict[str, _Resident], now: float, out: list[Effect]) -> None:
+    def _begin(self, target: Tenant | None, victims: dict[str, Resident], now: float, out: list[Effect]) -> None:
         cut = tuple(t for r in victims.values() for t in r.leases)
         self._work_ended(victims.values(), now)
         for ticket in cut:
@@ -422,7 +404,8 @@ class Scheduler:
             resident.leases.clear()
             del self._residents[name]
         self._swaps += 1
-        self._swap = _Swap(self._swaps, target, victims, now)
+        clients = self._clients(target) if target is not None else ()
+        self._swap = Swap(self._swaps, target, victims, now, clients)
         self._drain = None
         if cut:
             out.append(Note("forced", {"target": self._swap.name, "cut": len(cut), "victims": list(victims)}))
@@ -499,10 +482,9 @@ class Scheduler:
             if name == home.name or resident.leases or resident.stuck or resident.tenant.mode is Mode.TRAIN:
                 return None
             since = max(since, resident.idle_since)
-        _, not_before, _ = self._failures.get(home.name, (0, since, ""))
-        return max(since + self.rules.home_after, not_before)
+        return max(since + self.rules.home_after, self._failures.not_before(home.name, since))
 
-    def _leaves_at(self, resident: _Resident) -> float | None:
+    def _leaves_at(self, resident: Resident) -> float | None:
         name, linger = resident.tenant.name, resident.tenant.linger
         if linger is None or resident.leases or resident.stuck or self._locks.preset == name:
             return None
@@ -518,11 +500,26 @@ class Scheduler:
         self._emptied = now
         if swap.target is not None:
             self._away = self.rules.home is not None and swap.target.name != self.rules.home
-            self._failures.pop(swap.target.name, None)
+            self._failures.forget(swap.target.name)
             self._settle(swap.target.name, swap.target, now, cohort=self._line.seq)
+            self._settled(swap, swap.target, event.refill, now, out)
         out.append(Note("swapped", {"target": swap.name, "evicted": list(swap.victims), "seconds": now - swap.since}))
         self._persist(now, out)
         self._advance(now, out)
+
+    def _settled(self, swap: Swap, target: Tenant, refill: float, now: float, out: list[Effect]) -> None:
+        """What it has cost to bring the target in, and what it may do for that."""
+        seconds = now - swap.since
+        self._costs[target.name] = seconds
+        self._residents[target.name].turn = policy.turn(now, seconds, refill, self.rules)
+        evicted = tuple(name for name in swap.victims if name != target.name)
+        made = Made(now, target.name, evicted, swap.clients, seconds, refill)
+        out += self._wars.swapped(made, self._tenants, self.rules)
+
+    def _clients(self, target: Tenant) -> tuple[str, ...]:
+        """For whom it is brought in."""
+        queues = [queue for queue in self._line.queues() if self._wanted(queue) == target.name]
+        return tuple(dict.fromkeys(queue.head.client for queue in queues))
 
     def _on_swap_failed(self, event: SwapFailed, now: float, out: list[Effect]) -> None:
         swap = self._end_swap(event.swap)
@@ -537,7 +534,7 @@ class Scheduler:
                 self._settle(name, known.get(name) or self._tenants.get(name), now, stuck=name in event.stuck)
         out.append(Note("swap_failed", {"target": swap.name, "reason": event.reason, "stuck": list(event.stuck)}))
         if swap.target is not None and event.code is Code.SWAP_FAILED:
-            self._count_failure(swap.target.name, event.reason, now)
+            self._failures.add(swap.target.name, event.reason, now)
             self._restore = self._who_left(swap) if self.rules.rollback else None
         if swap.target is not None and swap.name not in event.residents:
             for ticket in self._line.tickets(lambda q: self._wanted(q) == swap.name):
@@ -546,18 +543,14 @@ class Scheduler:
         self._persist(now, out)
         self._advance(now, out)
 
-    def _count_failure(self, tenant: str, why: str, now: float) -> None:
-        count = self._failures.get(tenant, (0, 0.0, ""))[0] + 1
-        self._failures[tenant] = (count, now + policy.held_back_for(count, self.rules), why)
-
-    def _who_left(self, swap: _Swap) -> str | None:
+    def _who_left(self, swap: Swap) -> str | None:
         """Whoever had to leave for a target that failed and is not gone by itself soon anyway."""
         for name, resident in swap.victims.items():
             if resident.serves and resident.tenant.linger != 0 and name != swap.name and name in self._tenants:
                 return name
         return None
 
-    def _end_swap(self, number: int) -> _Swap | None:
+    def _end_swap(self, number: int) -> Swap | None:
         swap = self._swap
         if swap is None or swap.number != number:
             return None
@@ -572,7 +565,7 @@ class Scheduler:
             tenant, stuck = Tenant(name, Mode.IDLE), True
         current = self._tenants.get(name)
         stale = not stuck and (current is None or current.revision != tenant.revision)
-        self._residents[name] = _Resident(tenant, now, now, cohort=cohort, fresh=cohort > 0, stale=stale, stuck=stuck)
+        self._residents[name] = Resident(tenant, now, now, cohort=cohort, fresh=cohort > 0, stale=stale, stuck=stuck)
         if not stuck and current is not None:
             self._name = name
 
@@ -633,10 +626,7 @@ class Scheduler:
 
     def _on_presets_changed(self, event: PresetsChanged, now: float, out: list[Effect]) -> None:
         before, self._tenants = self._tenants, {t.name: t for t in event.tenants}
-        for name in tuple(self._failures):  # what was broken may be mended
-            old, new = before.get(name), self._tenants.get(name)
-            if old is None or new is None or old.revision != new.revision:
-                del self._failures[name]
+        self._failures.presets_changed(before, self._tenants)
         for name, resident in self._residents.items():
             fresh = self._tenants.get(name)
             if fresh is not None and fresh.revision == resident.tenant.revision:
@@ -764,7 +754,7 @@ class Scheduler:
                 marks += queue.owners
         return self._locks.busy(marks)
 
-    def _work_ended(self, residents: Iterable[_Resident], now: float) -> None:
+    def _work_ended(self, residents: Iterable[Resident], now: float) -> None:
         """Leases are cut: that is the end of their work, from which their owners' time counts."""
         for resident in residents:
             for _, _, owner in resident.leases.values():
@@ -828,8 +818,10 @@ class Scheduler:
                 yield moment
         if self._swap is not None:
             return
+        if self._held is not None:
+            yield self._held
         if self._drain is not None:
-            deadline = self._deadline(self._drain)
+            deadline = self._drain.deadline(self._residents)
             if deadline is not None:
                 yield deadline
         elif not self._line:
@@ -899,7 +891,7 @@ class Scheduler:
             stuck=tuple(n for n, r in self._residents.items() if r.stuck),
             name=self.nominal,
             target=self._bound_for,
-            drain_deadline=self._deadline(self._drain) if self._drain else None,
+            drain_deadline=self._drain.deadline(self._residents) if self._drain else None,
             leases=tuple(
                 Held(ticket, r.tenant.name, client, since, owner)
                 for r in self._residents.values()
@@ -907,7 +899,17 @@ class Scheduler:
             ),
             waiting=tuple(self._line.view(self._bound_for)),
             locks=self._locks.standing(now),
+            kept=self._kept(now),
+            war=self._wars.at(now),
         )
+
+    def _kept(self, now: float) -> Kept | None:
+        if self._held is None or self._drain is not None:
+            return None
+        resident = max(self._residents.values(), key=lambda r: r.kept_until(now), default=None)
+        if resident is None or resident.kept_until(now) <= now:
+            return None
+        return Kept(resident.tenant.name, self._held, resident.turn.cost, not resident.leases)
 
     def lock_view(self, now: float) -> dict[str, Any]:
         """The lock book as it is persisted, without marking it as saved."""

@@ -1,0 +1,80 @@
+"""Who is on the card: residents with their leases, and the two ways in which they leave. State without decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gpu_turnstile.core.model import Tenant
+from gpu_turnstile.core.policy import NO_TURN, Turn
+
+
+@dataclass(slots=True)
+class Resident:
+    """A tenant on the card. `leases`: ticket -> (client, since, owner)."""
+
+    tenant: Tenant
+    since: float
+    idle_since: float
+    leases: dict[int, tuple[str, float, str | None]] = field(default_factory=dict)
+    cohort: int = 0  # tickets up to this sequence number waited when it came in
+    fresh: bool = False  # it has not served them yet
+    begun: bool = False  # it has served somebody
+    stale: bool = False  # its preset was changed or removed: it drains and leaves
+    stuck: bool = False  # it may hold memory but cannot serve
+    turn: Turn = NO_TURN
+    expects: float = float("-inf")  # until when a client that was just served is expected back
+
+    @property
+    def serves(self) -> bool:
+        return not (self.stale or self.stuck)
+
+    @property
+    def admits(self) -> bool:
+        """Whether it may be granted another lease before it is evicted."""
+        return self.serves and not (self.tenant.single and self.begun)
+
+    def in_turn(self, now: float) -> bool:
+        return now < self.turn.until and self.admits
+
+    def kept_until(self, now: float) -> float:
+        """Until when it is not drained for an equal rank: the end of its turn, or of the wait for its clients."""
+        if not self.in_turn(now):
+            return now
+        return self.turn.until if self.leases else min(self.turn.until, self.expects)
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Leases of `victims` are running out. `since` is when the first of them was asked to."""
+
+    since: float
+    target: str | None
+    victims: tuple[str, ...]
+
+    def deadline(self, residents: Mapping[str, Resident]) -> float | None:
+        """When the swap may cut the leases that still hold it off; None = never."""
+        latest = self.since
+        for name in self.victims:
+            resident = residents.get(name)
+            if resident is None or not resident.leases:
+                continue
+            if resident.tenant.drain_grace is None:
+                return None
+            latest = max(latest, self.since + resident.tenant.drain_grace)
+        return latest
+
+
+@dataclass(slots=True)
+class Swap:
+    """Victims are going, the target (None: nobody) is coming. `clients`: for whom."""
+
+    number: int
+    target: Tenant | None
+    victims: dict[str, Resident]
+    since: float
+    clients: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str | None:
+        return self.target.name if self.target else None
