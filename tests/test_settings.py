@@ -81,6 +81,8 @@ DEFAULTS: dict[str, Any] = {
     "TURNSTILE_COLOCATE": False,
     "TURNSTILE_DRAIN_GRACE": None,
     "TURNSTILE_IMAGE_BATCH_MAX_WAIT": 60,
+    "TURNSTILE_POLICY": "amortised",
+    "TURNSTILE_MAX_WAIT": 180,
     "LLMC_OPEN_UNLOCK": False,
     "LLMC_PREFETCH": True,
     "LLMC_CONTEXT_SAVE": True,

@@ -1,8 +1,9 @@
-"""The commands about locks, as they are written on a command line; `main` adds them to the program."""
+"""The commands about locks, and what explains them, as they are written on a command line; `main` adds them."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -159,9 +160,52 @@ def top(url: Url = None, as_json: Json = False) -> None:
     show(url, as_json)
 
 
+def simulate(
+    workload: Annotated[
+        Path | None, typer.Argument(metavar="[FILE]", help="A workload in TOML. [default: a swap war of 6 hours]")
+    ] = None,
+    history: Annotated[bool, typer.Option("--history", help="What this gate has recorded instead.")] = False,
+    hours: Annotated[
+        float | None, typer.Option(min=0.01, max=744.0, help="How long it plays, or how far the history reaches back.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of what the workload leaves to chance.")] = None,
+    policy: Annotated[
+        list[str] | None, typer.Option(help="arrival, llama-swap or amortised; may be repeated. [default: all]")
+    ] = None,
+    contexts: Annotated[str, typer.Option(metavar="lost|kept|both", help="What a swap does to contexts.")] = "both",
+    context_s: Annotated[
+        float, typer.Option("--context", metavar="SECONDS", min=0, help="--history: what a lost context costs.")
+    ] = 0.0,
+    max_wait: Annotated[
+        float, typer.Option("--max-wait", metavar="SECONDS", min=0, help="As TURNSTILE_MAX_WAIT.")
+    ] = 180.0,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw a timeline.")] = None,
+    bound: Annotated[bool, typer.Option("--bound", help="Also the best order there is, for a few requests.")] = False,
+    state_dir: Annotated[Path | None, typer.Option("--state-dir", metavar="DIR", help="--history: whose.")] = None,
+    as_json: Json = False,
+) -> None:
+    """What each way of sharing the card would do to a workload. Needs no gate."""
+    from gpu_turnstile.simulate.compare import POLICIES
+    from gpu_turnstile.simulate.world import KEPT, LOST
+
+    chosen = tuple(policy or POLICIES)
+    for name in chosen:
+        if name not in POLICIES:
+            raise typer.BadParameter(f"is one of {', '.join(POLICIES)}", param_hint="--policy")
+    if contexts not in (LOST, KEPT, "both"):
+        raise typer.BadParameter("is lost, kept or both", param_hint="--contexts")
+    if history and workload is not None:
+        raise typer.BadParameter("a FILE or --history, not both")
+    from gpu_turnstile.cli.simulate import Wish
+    from gpu_turnstile.cli.simulate import simulate as play
+
+    kinds = (LOST, KEPT) if contexts == "both" else (contexts,)
+    play(Wish(workload, history, state_dir, hours, seed, chosen, kinds, max_wait, context_s, plot, bound, as_json))
+
+
 def add(app: typer.Typer) -> None:
     """All of them, in the order of `--help`."""
-    for command in (lock, renew, unlock, queue, why, top, release):
+    for command in (lock, renew, unlock, queue, why, top, release, simulate):
         app.command()(command)
     app.command(context_settings={"allow_interspersed_args": False})(run)
     app.command(context_settings={"allow_interspersed_args": False})(certify)

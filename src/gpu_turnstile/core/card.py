@@ -23,6 +23,7 @@ class Resident:
     stale: bool = False  # its preset was changed or removed: it drains and leaves
     stuck: bool = False  # it may hold memory but cannot serve
     turn: Turn = NO_TURN
+    batch_until: float = float("-inf")  # until when those it was brought in for are not split
     expects: float = float("-inf")  # until when a client that was just served is expected back
 
     @property

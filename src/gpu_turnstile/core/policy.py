@@ -108,9 +108,15 @@ class Head:
     used: float = 0.0  # seconds of the card its client had lately
 
 
-def batch_floor(settled: float, rules: Rules) -> float:
-    """Until when a batch is not split for an equal, whatever he waited: the swap was made for it."""
-    return settled + (rules.patience or 0.0)
+def batch_until(settled: float, cost: float, rules: Rules) -> float:
+    """Until when a batch is not split for an equal, whatever he waited: the swap was made for it.
+
+    `cost`: seconds to bring this tenant in again, and before it whoever had to leave; that is what a split costs.
+    """
+    least = rules.patience or 0.0
+    if rules.order is not Order.AMORTISED:
+        return settled + least
+    return settled + max(least, min(rules.share * cost, rules.max_wait))
 
 
 def impatient_at(since: float, floor: float, swap: float | None, rules: Rules) -> float | None:

@@ -316,7 +316,7 @@ class Scheduler:
         waited_for = [r for q, r in zip(queues, residents, strict=True) if r is not None and q.head.seq <= r.cohort]
         floors: dict[int, tuple[float, bool]] = {}
         for resident in self._residents.values():
-            floor = policy.batch_floor(resident.since, self.rules) if resident in waited_for else float("-inf")
+            floor = resident.batch_until if any(r is resident for r in waited_for) else float("-inf")
             in_turn = resident.in_turn(now)
             if in_turn:
                 floor = max(floor, resident.turn.floor)
@@ -511,7 +511,10 @@ class Scheduler:
         """What it has cost to bring the target in, and what it may do for that."""
         seconds = now - swap.since
         self._costs[target.name] = seconds
-        self._residents[target.name].turn = policy.turn(now, seconds, refill, self.rules)
+        resident = self._residents[target.name]
+        resident.turn = policy.turn(now, seconds, refill, self.rules)
+        round_trip = seconds + refill + sum(victim.turn.cost for victim in swap.victims.values())
+        resident.batch_until = policy.batch_until(now, round_trip, self.rules)
         evicted = tuple(name for name in swap.victims if name != target.name)
         made = Made(now, target.name, evicted, swap.clients, seconds, refill)
         out += self._wars.swapped(made, self._tenants, self.rules)

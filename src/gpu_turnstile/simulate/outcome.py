@@ -41,6 +41,7 @@ class Outcome:
     unloads: int = 0
     swapping: float = 0.0
     spans: list[Span] = field(default_factory=list)
+    asked: list[tuple[str, float, float]] = field(default_factory=list)  # client, when, what it took by itself
 
     @property
     def done(self) -> int:

@@ -67,6 +67,7 @@ class World:
         self._away: dict[str, set[str]] = {}  # preset -> clients whose context is not in its engine
         self._known: dict[str, set[str]] = {preset: set() for preset in self._presets}  # … and whose is
         self._plays: dict[str, Iterator[Job]] = {}
+        self._after: dict[str, Job] = {}  # client -> what it asks for after its next answer
 
     def run(self) -> Outcome:
         for client in self.workload.clients:
@@ -89,16 +90,18 @@ class World:
     # -------------------------------------------------------------------------------------------- clients
 
     def _next(self, client: Client) -> None:
-        """Its next job: asked for at its time, or after its pause."""
+        """Its next job: asked for at its time, or some time after the answer that is still to come."""
         job = next(self._plays[client.name], None)
         if job is None:
             return
-        self._at(self._now + job.pause if job.at is None else job.at, lambda: self._come(client, job))
+        if job.at is None:
+            self._after[client.name] = job
+        else:
+            self._at(max(self._now, job.at), lambda: self._come(client, job))
 
     def _come(self, client: Client, job: Job) -> None:
         self._ask(client, job, self._now)
-        if not client.is_loop:
-            self._next(client)
+        self._next(client)
 
     def _ask(self, client: Client, job: Job, at: float) -> None:
         self._number += 1
@@ -127,9 +130,11 @@ class World:
             return
         self._used(asked)
         self.outcome.clients[asked.client.name].done += 1
+        self.outcome.asked.append((asked.client.name, asked.at, asked.job.work))
         self._feed(Release(ticket))
-        if asked.client.is_loop:
-            self._next(asked.client)
+        client, job = asked.client, self._after.pop(asked.client.name, None)
+        if job is not None:
+            self._at(self._now + job.pause, lambda: self._come(client, job))
 
     def _used(self, asked: _Asked) -> None:
         since = self._now if asked.since is None else asked.since
