@@ -37,6 +37,7 @@ _LOUD = {
     "forced": "warn",
     "context_lost": "warn",
     "context_useless": "warn",
+    "swap_war": "warn",
     "lapsed": "warn",
     "lock_refused": "info",
 }

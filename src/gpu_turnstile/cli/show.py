@@ -18,6 +18,7 @@ _EVENT = {
     "admitted": "green",
     "drain": "yellow",
     "forced": "red",
+    "swap_war": "red",
     "swap_failed": "red",
     "admit_failed": "red",
     "evict_failed": "red",
@@ -35,8 +36,22 @@ def status(found: dict[str, Any], url: str) -> RenderableType:
     parts: list[RenderableType] = [_headline(found, url), _facts(found)]
     parts += work(found)
     parts += _section("engines", ("NAME", "MODE", "ENGINE", "RUN BY", "CARD", "URL"), map(_engine, found["engines"]))
-    parts += [Text.assemble(("! ", "yellow"), clean(line)) for line in found["warnings"]]
+    parts += [Text.assemble(("! ", "yellow"), clean(line)) for line in (*war(found), *found["warnings"])]
     return Group(*parts)
+
+
+def war(found: dict[str, Any]) -> Iterable[str]:
+    """A swap war, if there is one: who, what it costs, and what would help."""
+    fought = found.get("war")
+    if not fought:
+        return
+    sides = ", ".join(f"{preset} (for {', '.join(clients)})" for preset, clients in fought["presets"].items())
+    yield (
+        f"a swap war: {sides}; {fought['swaps']} swaps in {ago(fought['since_s'])}, "
+        f"it costs {ago(fought['lost_s_per_hour'])} of every hour"
+    )
+    for help in fought["would_help"]:
+        yield f"what would help: {help}"
 
 
 def work(found: dict[str, Any]) -> list[RenderableType]:

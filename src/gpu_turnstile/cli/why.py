@@ -16,7 +16,7 @@ import typer
 from gpu_turnstile.cli.gate import Gate
 from gpu_turnstile.cli.hold import caller
 from gpu_turnstile.cli.say import clean
-from gpu_turnstile.cli.show import ago, holders
+from gpu_turnstile.cli.show import ago, holders, war
 
 _SWAP = "gpu_turnstile_swap_seconds"
 
@@ -32,6 +32,8 @@ class Reason:
     lock: dict[str, Any] = field(default_factory=dict)
     ahead: list[dict[str, Any]] = field(default_factory=list)
     swap_seconds: float | None = None
+    kept: dict[str, Any] | None = None
+    war: dict[str, Any] | None = None
     would_help: list[str] = field(default_factory=list)
 
 
@@ -49,13 +51,14 @@ def why(url: str | None, client: str | None, as_json: bool) -> None:
 
 def explain(found: dict[str, Any], metrics: str, client: str, now: datetime, *, everybody: bool = False) -> Reason:
     """`client` is an owner, or part of a client's name. `everybody`: when it waits for nothing, tell of all."""
-    reason = Reason(client, lock=found["locks"], swap_seconds=mean_swap(metrics))
+    reason = Reason(client, lock=found["locks"], swap_seconds=mean_swap(metrics), war=found.get("war"))
     reason.waits = _waits(found, client)
     if everybody and not reason.waits:
         reason.waits = _waits(found, "")
     reason.holds = _holds(found, client)
     reason.card = _card(found, now)
     reason.ahead = _ahead(found, reason.waits)
+    reason.kept = found.get("kept") if reason.waits else None
     reason.would_help = list(_help(found, reason))
     return reason
 
@@ -149,10 +152,14 @@ def lines(reason: Reason) -> Iterator[str]:
     for job in reason.card["jobs"]:
         yield f"  image job: {clean(job['prompt_id'])}, {clean(job['phase'])}, for {ago(job['age_s'])}"
     yield f"the lock: {holders(reason.lock)}"
+    if reason.kept is not None:
+        yield f"the turn: {_kept(reason.kept)}"
     for wait in reason.ahead:
         yield f"ahead: {_wait(wait)}"
     if reason.waits and reason.swap_seconds is not None:
         yield f"a swap takes {ago(reason.swap_seconds)} on average"
+    for line in war({"war": reason.war}):
+        yield clean(line)
     for help in reason.would_help:
         yield f"what would help: {clean(help)}"
 
@@ -164,6 +171,12 @@ def _wait(wait: dict[str, Any]) -> str:
         what, who = f"a request for {' or '.join(wait['wants'])}", wait["client"]
     age = wait["waited"] if wait["kind"] == "lock" else wait["waited_s"]
     return f"{clean(who)}, {clean(what)}, position {wait['position']}, for {ago(age)}"
+
+
+def _kept(kept: dict[str, Any]) -> str:
+    why = "for a client that usually comes back at once" if kept["idle"] else "for its own clients"
+    cost = f"bringing it in cost {ago(kept['cost_s'])}"
+    return f"the card is kept for {clean(kept['tenant'])} for {ago(kept['for_s'])} at most, {why}: {cost}"
 
 
 def _card_line(card: dict[str, Any]) -> str:

@@ -130,11 +130,32 @@ class Bypass(BaseModel):
     age_s: float
 
 
+class Kept(BaseModel):
+    """The card is kept for a tenant, and whoever waits, waits for that."""
+
+    tenant: str
+    for_s: float = Field(description="at most, as things are now")
+    cost_s: float = Field(description="what it took to bring it in, with what its clients had to read again")
+    idle: bool = Field(description="nothing runs; a client is expected back")
+
+
+class War(BaseModel):
+    """Presets that take the card from each other."""
+
+    presets: dict[str, list[str]] = Field(description="each with the clients it is brought in for")
+    swaps: int
+    since_s: float
+    lost_s_per_hour: float = Field(description="to swaps, and to contexts that are read again")
+    would_help: list[str]
+
+
 class Status(ModeAnswer):
     version: str
     uptime_s: float
     stuck: list[str] = Field(description="may still hold memory but cannot serve")
     drain_deadline_in_s: float | None = Field(description="when the swap is forced; null = not")
+    kept: Kept | None
+    war: War | None
     inflight: list[Held]
     queue: list[Waiting]
     card: Card

@@ -81,6 +81,8 @@ async def status(house: House, feed: Feed) -> shapes.Status:
         uptime_s=_uptime(house),
         stuck=list(snapshot.stuck),
         drain_deadline_in_s=None if deadline is None else _ago(deadline, now),
+        kept=_kept(snapshot, now),
+        war=_war(snapshot, now),
         inflight=[
             shapes.Held(tenant=lease.tenant, client=lease.client, age_s=_ago(now, lease.since))
             for lease in snapshot.leases
@@ -118,6 +120,26 @@ async def status(house: House, feed: Feed) -> shapes.Status:
             config=str(house.settings.file) if house.settings.file else None,
         ),
         warnings=_warnings(house, snapshot),
+    )
+
+
+def _kept(snapshot: Snapshot, now: float) -> shapes.Kept | None:
+    kept = snapshot.kept
+    if kept is None:
+        return None
+    return shapes.Kept(tenant=kept.tenant, for_s=_ago(kept.until, now), cost_s=round(kept.cost, 1), idle=kept.idle)
+
+
+def _war(snapshot: Snapshot, now: float) -> shapes.War | None:
+    war = snapshot.war
+    if war is None:
+        return None
+    return shapes.War(
+        presets={preset: list(clients) for preset, clients in war.presets.items()},
+        swaps=war.swaps,
+        since_s=_ago(now, war.since),
+        lost_s_per_hour=round(war.per_hour, 1),
+        would_help=list(war.would_help),
     )
 
 

@@ -68,13 +68,12 @@ class Drain:
 
 @dataclass(slots=True)
 class Swap:
-    """Victims are going, the target (None: nobody) is coming. `clients`: for whom."""
+    """Victims are going, the target (None: nobody) is coming."""
 
     number: int
     target: Tenant | None
     victims: dict[str, Resident]
     since: float
-    clients: tuple[str, ...] = ()
 
     @property
     def name(self) -> str | None:

@@ -20,6 +20,7 @@ serves the waiters it was made for; only then may anything drain the newcomer.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 from gpu_turnstile.core import budget, policy
@@ -69,6 +70,7 @@ from gpu_turnstile.core.policy import Order, Rules
 from gpu_turnstile.core.wars import Made, Wars
 
 WHOM = 20  # names of clients that are told of when all work was cut
+MANY = 20  # tickets of one queue whose clients are named
 
 
 class Scheduler:
@@ -404,8 +406,7 @@ class Scheduler:
             resident.leases.clear()
             del self._residents[name]
         self._swaps += 1
-        clients = self._clients(target) if target is not None else ()
-        self._swap = Swap(self._swaps, target, victims, now, clients)
+        self._swap = Swap(self._swaps, target, victims, now)
         self._drain = None
         if cut:
             out.append(Note("forced", {"target": self._swap.name, "cut": len(cut), "victims": list(victims)}))
@@ -502,8 +503,9 @@ class Scheduler:
             self._away = self.rules.home is not None and swap.target.name != self.rules.home
             self._failures.forget(swap.target.name)
             self._settle(swap.target.name, swap.target, now, cohort=self._line.seq)
-            self._settled(swap, swap.target, event.refill, now, out)
         out.append(Note("swapped", {"target": swap.name, "evicted": list(swap.victims), "seconds": now - swap.since}))
+        if swap.target is not None:
+            self._settled(swap, swap.target, event.refill, now, out)
         self._persist(now, out)
         self._advance(now, out)
 
@@ -516,13 +518,14 @@ class Scheduler:
         round_trip = seconds + refill + sum(victim.turn.cost for victim in swap.victims.values())
         resident.batch_until = policy.batch_until(now, round_trip, self.rules)
         evicted = tuple(name for name in swap.victims if name != target.name)
-        made = Made(now, target.name, evicted, swap.clients, seconds, refill)
+        made = Made(now, target.name, evicted, self._clients(target), seconds, refill)
         out += self._wars.swapped(made, self._tenants, self.rules)
 
     def _clients(self, target: Tenant) -> tuple[str, ...]:
-        """For whom it is brought in."""
+        """For whom it was brought in; of a long line the first."""
         queues = [queue for queue in self._line.queues() if self._wanted(queue) == target.name]
-        return tuple(dict.fromkeys(queue.head.client for queue in queues))
+        firsts = (entry for queue in queues for entry in islice(queue.entries.values(), MANY))
+        return tuple(dict.fromkeys(entry.client for entry in firsts))
 
     def _on_swap_failed(self, event: SwapFailed, now: float, out: list[Effect]) -> None:
         swap = self._end_swap(event.swap)

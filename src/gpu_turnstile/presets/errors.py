@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -157,8 +157,11 @@ def _told(finding: ErrorDetails, schema: type[BaseModel], text: str, shown: str)
 
 def _fields(schema: type[BaseModel], path: tuple[str, ...]) -> Iterable[str]:
     """The keys that are valid in the table at `path`."""
-    for part in path:
+    parts = iter(path)
+    for part in parts:
         annotation = schema.model_fields[part].annotation
+        if get_origin(annotation) is dict:
+            next(parts, None)  # the name of an entry is free
         nested = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type)]
         schema = next(kind for kind in nested if issubclass(kind, BaseModel))
     return schema.model_fields

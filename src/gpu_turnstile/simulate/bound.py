@@ -65,12 +65,24 @@ class _Search:
         """`busy`: until when the resident works. `left`: who was not served, as bits. `warm`: clients whose context is
         in the engine, with an asterisk in front of those who have lost it. `wait`: what was waited so far.
         """
-        waited = wait + sum(max(0.0, now - r.at) for i, r in enumerate(self._requests) if left >> i & 1)
-        if waited >= self.best or self._known(now, resident, busy, left, warm, wait):
+        if self._known(now, resident, busy, left, warm, wait):
             return
         if not left:
-            self.best = wait
-            return
+            self.best = min(self.best, wait)
+        while left:
+            waited = wait + sum(max(0.0, now - r.at) for i, r in enumerate(self._requests) if left >> i & 1)
+            if waited >= self.best:
+                return
+            self._choose(now, resident, busy, left, warm, wait)
+            moments = [r.at for i, r in enumerate(self._requests) if left >> i & 1 and r.at > now]
+            moments += [busy] if busy > now else []
+            if not moments:
+                return
+            now = min(moments)
+
+    def _choose(
+        self, now: float, resident: str | None, busy: float, left: int, warm: frozenset[str], wait: float
+    ) -> None:
         came = [i for i, r in enumerate(self._requests) if left >> i & 1 and r.at <= now]
         mine = [i for i in came if self._requests[i].preset == resident]
         if mine:
@@ -79,10 +91,6 @@ class _Search:
             ready = max(now, busy) + self._presets[preset].swap
             lost = frozenset("*" + client.lstrip("*") for client in warm)
             self.go(ready, preset, ready, left, lost, wait)
-        later = [r.at for i, r in enumerate(self._requests) if left >> i & 1 and r.at > now]
-        ends = [busy] if busy > now else []
-        if later or ends:
-            self.go(min(later + ends), resident, busy, left, warm, wait)
 
     def _serve(
         self,

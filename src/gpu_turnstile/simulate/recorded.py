@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -84,7 +85,15 @@ def build(rows: Sequence[Row], swaps: Iterable[Event], context: float, notes: tu
     several = {client for client, _ in jobs if sum(name == client for name, _ in jobs) > 1}
     return Workload(
         "history",
-        tuple(Preset(name, swap=median(costs[name]) if costs[name] else SWAP, drain_grace=None) for name in tenants),
+        tuple(
+            Preset(
+                name,
+                swap=median(costs[name]) if costs[name] else SWAP,
+                exclusive=_one_at_a_time([row for row in rows if row.tenant == name]),
+                drain_grace=None,
+            )
+            for name in tenants
+        ),
         tuple(
             Client(f"{client} on {tenant}" if client in several else client, tenant, context=context, jobs=tuple(todo))
             for (client, tenant), todo in jobs.items()
@@ -92,6 +101,13 @@ def build(rows: Sequence[Row], swaps: Iterable[Event], context: float, notes: tu
         seconds + 1.0,
         notes=notes,
     )
+
+
+def _one_at_a_time(rows: Sequence[Row]) -> bool:
+    """Whether it looks as if it never did two things at once, though there was more to do."""
+    ordered = sorted(rows, key=lambda row: row.since)
+    pauses = [after.since - before.until for before, after in pairwise(ordered)]
+    return bool(pauses) and min(pauses) >= 0.0 and min(pauses) < 1.0
 
 
 def arrivals(rows: Sequence[Row]) -> list[float]:
