@@ -81,3 +81,18 @@ def test_the_top_screen_is_plain_text_in_80_columns():
         "03:04:05.678  swapped",
     ):
         assert part in said, part
+
+
+def test_a_turn_and_a_swap_war_are_explained():
+    kept = {"tenant": "coder", "for_s": 40.0, "cost_s": 68.0, "idle": True}
+    war = {
+        "presets": {"coder": ["ann"], "chat": ["bob", "cleo"]},
+        "swaps": 9,
+        "since_s": 600.0,
+        "lost_s_per_hour": 1800.0,
+        "would_help": ["the clients use one preset: then nothing swaps"],
+    }
+    said = text({**FOUND, "locks": FREE, "kept": kept, "war": war}, "open-webui")
+    assert "the card is kept for coder for 40 s at most, for a client that usually comes back at once" in said
+    assert "a swap war: coder (for ann), chat (for bob, cleo); 9 swaps in 10 min, it costs 30 min of every hour" in said
+    assert "the clients use one preset" in said

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from gpu_turnstile.core.model import Phase
+from gpu_turnstile.core.policy import Order
 from tests.aio import run_async, until
 from tests.e2e.house import PresetText, engine_pids, house, llama, write
 
@@ -48,7 +49,7 @@ async def test_twenty_first_requests_start_one_engine(tmp_path):
 
 @run_async
 async def test_a_running_answer_is_finished_before_the_card_changes_hands(tmp_path):
-    async with house(tmp_path, [llama("a"), llama("b")]) as h:
+    async with house(tmp_path, [llama("a"), llama("b")], turnstile_policy=Order.ARRIVAL) as h:
         async with h.streaming("a", max_tokens=60) as lines:
             other = asyncio.create_task(h.chat("b"))
             await until(lambda: h.view.phase is Phase.DRAINING)
@@ -180,7 +181,8 @@ async def test_stopping_the_gate_leaves_no_engine_behind(tmp_path):
 async def test_the_next_models_file_is_read_ahead_while_the_one_before_drains(tmp_path, wanted):
     weights = tmp_path / "b.gguf"
     weights.write_bytes(b"w" * (4 << 20))
-    async with house(tmp_path, [llama("a"), llama("b", path=str(weights))], llmc_prefetch=wanted) as h:
+    presets = [llama("a"), llama("b", path=str(weights))]
+    async with house(tmp_path, presets, llmc_prefetch=wanted, turnstile_policy=Order.ARRIVAL) as h:
         await h.chat("a")
         progress = h.app.prefetcher.progress
         async with h.streaming("a", 60):
