@@ -92,7 +92,7 @@ def test_a_turn_and_a_swap_war_are_explained():
         "lost_s_per_hour": 1800.0,
         "would_help": ["the clients use one preset: then nothing swaps"],
     }
-    said = text({**FOUND, "locks": FREE, "kept": kept, "war": war}, "open-webui")
+    said = text({**FOUND, "locks": FREE, "turn": kept, "war": war}, "open-webui")
     assert "the card is kept for coder for 40 s at most, for a client that usually comes back at once" in said
     assert "a swap war: coder (for ann), chat (for bob, cleo); 9 swaps in 10 min, it costs 30 min of every hour" in said
     assert "the clients use one preset" in said

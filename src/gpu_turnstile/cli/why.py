@@ -32,7 +32,7 @@ class Reason:
     lock: dict[str, Any] = field(default_factory=dict)
     ahead: list[dict[str, Any]] = field(default_factory=list)
     swap_seconds: float | None = None
-    kept: dict[str, Any] | None = None
+    turn: dict[str, Any] | None = None
     war: dict[str, Any] | None = None
     would_help: list[str] = field(default_factory=list)
 
@@ -58,7 +58,7 @@ def explain(found: dict[str, Any], metrics: str, client: str, now: datetime, *, 
     reason.holds = _holds(found, client)
     reason.card = _card(found, now)
     reason.ahead = _ahead(found, reason.waits)
-    reason.kept = found.get("kept") if reason.waits else None
+    reason.turn = found.get("turn") if reason.waits else None
     reason.would_help = list(_help(found, reason))
     return reason
 
@@ -152,8 +152,8 @@ def lines(reason: Reason) -> Iterator[str]:
     for job in reason.card["jobs"]:
         yield f"  image job: {clean(job['prompt_id'])}, {clean(job['phase'])}, for {ago(job['age_s'])}"
     yield f"the lock: {holders(reason.lock)}"
-    if reason.kept is not None:
-        yield f"the turn: {_kept(reason.kept)}"
+    if reason.turn is not None:
+        yield f"the turn: {_turn(reason.turn)}"
     for wait in reason.ahead:
         yield f"ahead: {_wait(wait)}"
     if reason.waits and reason.swap_seconds is not None:
@@ -173,7 +173,7 @@ def _wait(wait: dict[str, Any]) -> str:
     return f"{clean(who)}, {clean(what)}, position {wait['position']}, for {ago(age)}"
 
 
-def _kept(kept: dict[str, Any]) -> str:
+def _turn(kept: dict[str, Any]) -> str:
     why = "for a client that usually comes back at once" if kept["idle"] else "for its own clients"
     cost = f"bringing it in cost {ago(kept['cost_s'])}"
     return f"the card is kept for {clean(kept['tenant'])} for {ago(kept['for_s'])} at most, {why}: {cost}"

@@ -130,7 +130,7 @@ class Bypass(BaseModel):
     age_s: float
 
 
-class Kept(BaseModel):
+class Turn(BaseModel):
     """The card is kept for a tenant, and whoever waits, waits for that."""
 
     tenant: str
@@ -154,7 +154,7 @@ class Status(ModeAnswer):
     uptime_s: float
     stuck: list[str] = Field(description="may still hold memory but cannot serve")
     drain_deadline_in_s: float | None = Field(description="when the swap is forced; null = not")
-    kept: Kept | None
+    turn: Turn | None
     war: War | None
     inflight: list[Held]
     queue: list[Waiting]

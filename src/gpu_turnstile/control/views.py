@@ -81,7 +81,7 @@ async def status(house: House, feed: Feed) -> shapes.Status:
         uptime_s=_uptime(house),
         stuck=list(snapshot.stuck),
         drain_deadline_in_s=None if deadline is None else _ago(deadline, now),
-        kept=_kept(snapshot, now),
+        turn=_turn(snapshot, now),
         war=_war(snapshot, now),
         inflight=[
             shapes.Held(tenant=lease.tenant, client=lease.client, age_s=_ago(now, lease.since))
@@ -123,11 +123,11 @@ async def status(house: House, feed: Feed) -> shapes.Status:
     )
 
 
-def _kept(snapshot: Snapshot, now: float) -> shapes.Kept | None:
+def _turn(snapshot: Snapshot, now: float) -> shapes.Turn | None:
     kept = snapshot.kept
     if kept is None:
         return None
-    return shapes.Kept(tenant=kept.tenant, for_s=_ago(kept.until, now), cost_s=round(kept.cost, 1), idle=kept.idle)
+    return shapes.Turn(tenant=kept.tenant, for_s=_ago(kept.until, now), cost_s=round(kept.cost, 1), idle=kept.idle)
 
 
 def _war(snapshot: Snapshot, now: float) -> shapes.War | None:
