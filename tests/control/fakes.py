@@ -15,7 +15,7 @@ from gpu_turnstile.arbiter import Arbiter, Ticket
 from gpu_turnstile.control.app import create_app
 from gpu_turnstile.control.house import House
 from gpu_turnstile.core.model import Mode, Tenant
-from gpu_turnstile.core.policy import Rules
+from gpu_turnstile.core.policy import Order, Rules
 from gpu_turnstile.core.routes import Directory
 from gpu_turnstile.engines.base import Health, Loaded, Probe, Release, Released
 from gpu_turnstile.gateway.server import Gateway, Options, Table
@@ -163,7 +163,7 @@ def presets(folder: Path) -> Path:
 async def stage(tmp: Path, *, refresh: Callable[[], Awaitable[None]] | None = None, **house: Any) -> Any:
     """Presets `one` and `two` (language models) and `pictures` (ComfyUI, leaves at once when idle)."""
     seats = {s.tenant.name: s for s in (seat("one"), seat("two"), seat("pictures", Mode.COMFYUI, linger=0.0))}
-    arbiter = Arbiter(seats.values(), Rules())
+    arbiter = Arbiter(seats.values(), Rules(order=Order.ARRIVAL))
     table = Table(Directory(names=("one", "two"), aliases={"gpt-4o": "one"}), comfyui="pictures")
     gateway = Gateway(arbiter, table, Upstream("control", "unix:/nowhere"), Options(), lambda ticket, job: None)
     store = PresetStore(presets(tmp / "presets"))
