@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 JOBS   ?= auto
 PIP    := $(BIN)/python -m pip install -q --disable-pip-version-check
 
-.PHONY: help demo test lint format bench bench-quick bench-swap bench-prefetch bench-context fuzz soak soak-gateway soak-locks \
+.PHONY: help demo test lint format bench bench-quick bench-swap bench-prefetch bench-context bench-agents fuzz soak soak-gateway soak-locks \
 	swaps kill-swaps kill-locks clean
 
 help:            ## this list
@@ -44,6 +44,9 @@ bench-prefetch: $(VENV)/.ready $(VENV)/.real  ## load times of a real model: fro
 
 bench-context: $(VENV)/.ready $(VENV)/.real  ## a long session cold, warm and given back after a swap; rewrites bench/CONTEXT.md
 	$(BIN)/python bench/context.py --update --check --alternations 50
+
+bench-agents: $(VENV)/.ready $(VENV)/.real  ## two agents on two real presets: the plain order against the gate's own (4 minutes)
+	$(BIN)/python bench/agents.py --update --check
 
 fuzz: $(VENV)/.ready  ## five minutes of mutated requests and answers through a real gateway (SECONDS=, SEED=)
 	$(BIN)/python -m tests.gateway.fuzz_wire --seconds $(or $(SECONDS),300) --seed $(or $(SEED),1)

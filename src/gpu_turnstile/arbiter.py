@@ -521,9 +521,10 @@ class Arbiter:
             log.exception("a swap failed in a way nobody expected")
             problem, residents, stuck = f"internal error: {error!r}", [], list(order.evict)
         if problem is None:
+            newcomer = self._seated.get(target or "")
             if target is not None:
                 self.swap_seconds.observe(self._clock() - began)
-            self._feed(SwapSucceeded(order.swap))
+            self._feed(SwapSucceeded(order.swap, 0.0 if newcomer is None else newcomer.refill_s))
         else:
             residents = [name for name in residents if name not in stuck]
             self._feed(SwapFailed(order.swap, problem, tuple(residents), tuple(stuck)))

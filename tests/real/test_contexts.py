@@ -139,6 +139,10 @@ async def test_a_spoilt_file_is_never_offered_and_costs_only_its_tokens(tmp_path
         assert counts(h).failures == {"corrupt": 1}
         assert not files(h)
         assert "ended_by_a_restore" not in h.kinds()
+        # what is read again counts for the turn of the preset on the card, and only what is
+        refills = [fields.get("refill", 0.0) for kind, fields in h.events if kind == "swapped"]
+        assert refills[:-1] == [0.0] * (len(refills) - 1)
+        assert refills[-1] > 0
 
 
 @run_async

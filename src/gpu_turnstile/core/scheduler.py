@@ -503,7 +503,8 @@ class Scheduler:
             self._away = self.rules.home is not None and swap.target.name != self.rules.home
             self._failures.forget(swap.target.name)
             self._settle(swap.target.name, swap.target, now, cohort=self._line.seq)
-        out.append(Note("swapped", {"target": swap.name, "evicted": list(swap.victims), "seconds": now - swap.since}))
+        fields = {"target": swap.name, "evicted": list(swap.victims), "seconds": now - swap.since}
+        out.append(Note("swapped", fields | ({"refill": event.refill} if event.refill else {})))
         if swap.target is not None:
             self._settled(swap, swap.target, event.refill, now, out)
         self._persist(now, out)
