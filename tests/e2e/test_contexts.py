@@ -74,6 +74,21 @@ async def test_no_path_gives_out_what_is_in_a_file(tmp_path):
 
 
 @run_async
+async def test_nobody_else_saves_or_restores_the_slots_the_gate_keeps(tmp_path):
+    """Clients could fill the disk past every limit, or read on in a conversation of somebody else's."""
+    presets = [llama("a"), llama("free", runtime="context_save = false")]
+    async with house(tmp_path, presets, **SMALL) as h:
+        await h.chat("a", messages=[{"role": "user", "content": LONG}])
+        for action in ("save", "restore", "erase"):
+            answer = await h.http.post(f"{h.gate}/slots/0?action={action}", json={"filename": "mine"})
+            assert (answer.status_code, answer.headers["x-turnstile-error"]) == (403, "not_allowed")
+        assert not list((tmp_path / "state" / "contexts").rglob("mine"))
+        await h.chat("free")
+        answer = await h.http.post(f"{h.gate}/slots/0?action=erase", json={})
+        assert "x-turnstile-error" not in answer.headers
+
+
+@run_async
 async def test_switched_off_nothing_is_saved_and_what_was_there_is_gone(tmp_path):
     presets = [llama("a"), llama("b")]
     async with house(tmp_path, presets, **SMALL) as h:

@@ -36,6 +36,7 @@ EARLY = 64 * 1024  # bytes a client may send ahead while its request is being an
 
 _HELLO = frozenset(("/api/hello",))
 _COUNT = "/v1/messages/count_tokens"
+_SLOTS = "/slots/"
 _ENDED = (7, 8)  # TCP_CLOSE, TCP_CLOSE_WAIT
 
 _classify = lru_cache(maxsize=4096)(classify)
@@ -147,6 +148,8 @@ class Gateway:
         if place.kind is Kind.RESIDENT and not self._llm_is_resident:
             message = "only an LLM engine that is on the card can answer this, and asking does not bring one in"
             return Problem(Code.SERVICE_INACTIVE, message, 404 if path == _COUNT else 0)
+        if place.kind is Kind.RESIDENT and path.startswith(_SLOTS) and self._keeps_slots:
+            return Problem("not_allowed", "the gate itself saves and restores this preset's slots (context_save)", 403)
         if place.kind is Kind.CONTROL or (place.kind is Kind.LISTING and self._lists_itself(place)):
             return self.control
         tenant = self._neutral_tenant(place)
@@ -174,6 +177,12 @@ class Gateway:
     def _llm_is_resident(self) -> bool:
         seat = self.arbiter.seat(self.arbiter.resident or "")
         return seat is not None and seat.tenant.mode is Mode.LLM
+
+    @property
+    def _keeps_slots(self) -> bool:
+        """Whether the resident's slots are the gate's: another hand could fill the disk or mix conversations."""
+        seat = self.arbiter.seat(self.arbiter.resident or "")
+        return seat is not None and seat.keeper is not None
 
     def _answers(self, tenant: str) -> bool:
         """Whether an engine runs now: one of ours only while it is on the card."""
