@@ -319,6 +319,7 @@ BAD_CHUNKS = {
     "an extension that is no token": b"1;a,=b\r\nx\r\n",
     "an extension with an open quote": b'1;a="b\r\nx\r\n',
     "an extension without a name": b"1;=b\r\nx\r\n",
+    "a tab in an extension": b"1;\ta=b\r\nx\r\n",
     "an endless size": b"0" * 5000,
     "an endless extension": b"1;" + b"a" * 5000,
     "a trailer without a colon": b"0\r\nTrailer\r\n\r\n",
@@ -330,6 +331,32 @@ BAD_CHUNKS = {
     "a last chunk that ends with LF": b"0\r\n\n",
     "another line end after zero": b"0\n\r\n",
 }
+
+
+@pytest.mark.parametrize("line", [b"0\r\n\rGET / HTTP/1.1\rHost: x\r\r", b"0\r\nA: b\rC", b"1;a\rb", b"0\rG"])
+@pytest.mark.parametrize("step", [1, 2, 10_000])
+def test_a_bare_cr_is_refused_before_its_line_has_ended(line, step):
+    """For a lenient engine the body would end there, and what follows be a request of its own."""
+    framing = Chunked()
+
+    def take_all() -> None:
+        for start in range(0, len(line), step):
+            framing.take(line[start : start + step])
+
+    with pytest.raises(Malformed):
+        take_all()
+
+
+@pytest.mark.parametrize("host", [b"", b"Host: gate\r\n"])
+def test_a_server_named_only_in_the_target_is_named_to_the_engine(host):
+    head = wire.parse_request(b"GET http://gate/api/tags?x=1 HTTP/1.0\r\n" + host + b"\r\n", 10)
+    assert wire.request_bytes(head, head.target, None, False).count(b"Host: gate\r\n") == 1
+
+
+def test_what_an_engine_says_twice_is_passed_on_once():
+    head = wire.parse_response(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\ntransfer-encoding: chunked\r\n\r\n")
+    out = wire.response_bytes(head, True, True, head.chunked, head.length)
+    assert out.lower().count(b"transfer-encoding") == 1
 
 
 @pytest.mark.parametrize("data", BAD_CHUNKS.values(), ids=BAD_CHUNKS)
@@ -346,7 +373,7 @@ def test_a_bad_chunk_is_never_passed_over(data, step):
         take_all()
 
 
-EXTENSIONS = st.sampled_from([b"", b";a", b";a=b", b' ;a="b c"', b"\t; a=1;b"])
+EXTENSIONS = st.sampled_from([b"", b";a", b";a=b", b' ;a="b c"', b" ; a=1;b"])
 SIZES = st.sampled_from([b"%x", b"%X", b"0%x", b"000%x"])
 CHUNKS = st.lists(st.tuples(st.binary(min_size=1, max_size=40), EXTENSIONS, SIZES), max_size=6)
 TRAILERS = st.lists(st.tuples(TOKENS, VALUES), max_size=3)
@@ -382,7 +409,7 @@ def test_a_chunked_body_ends_where_the_others_find_its_end(chunks, trailers, aft
         other = h11_request(top + body + after)
         assert (other.body, other.end) == (meant, len(top + body))
     except Refused:
-        assert any(b"\t" in extension or b" " in extension for _, extension, _ in chunks) or trailers
+        assert any(b" " in extension for _, extension, _ in chunks) or trailers
     try:
         other = llhttp_request(top + body + after)
         assert (other.body, other.end) == (meant, len(top + body))

@@ -33,7 +33,7 @@ _USUAL: Final = frozenset((b"keep-alive", b"close", b"upgrade", b""))
 _UNDERSTOOD: Final = frozenset((b"host", b"content-type", b"content-encoding", b"authorization", b"x-api-key"))
 _TOKEN: Final = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
 _QUOTED: Final = rb'"(?:[\t\x20-\x21\x23-\x5b\x5d-\x7e\x80-\xff]|\\[\t\x20-\x7e\x80-\xff])*"'
-_EXTENSION: Final = rb"[ \t]*;[ \t]*%s(?:[ \t]*=[ \t]*(?:%s|%s))?" % (_TOKEN, _TOKEN, _QUOTED)
+_EXTENSION: Final = rb" *; *%s(?: *= *(?:%s|%s))?" % (_TOKEN, _TOKEN, _QUOTED)  # no tabs: others refuse them
 _SIZE: Final = re.compile(rb"([0-9A-Fa-f]{1,15})(?:%s)*\r\n" % _EXTENSION)
 _HOST: Final = re.compile(rb"(?:[A-Za-z0-9._~!$&'()*+;=%-]*|\[[0-9A-Fa-f:.]+\])(?::([0-9]{0,5}))?")
 _ABSOLUTE: Final = re.compile(rb"https?://([^/?#]+)(.*)", re.IGNORECASE | re.DOTALL)
@@ -167,8 +167,10 @@ def _to_origin_form(head: RequestHead) -> None:
     if head.host is not None and head.host.lower() != authority.lower():
         raise Malformed("the target of the request names another server than the field Host")
     head.target = path if path.startswith(b"/") else b"/" + path
-    head.host = authority
     head.headers = [(n, authority if n.lower() == b"host" else v) for n, v in head.headers]
+    if head.host is None:  # HTTP/1.0 need not say it; what goes on does
+        head.headers.append((b"Host", authority))
+    head.host = authority
 
 
 @lru_cache(maxsize=256)
@@ -427,6 +429,7 @@ def response_bytes(head: ResponseHead, http11: bool, keep_alive: bool, chunked: 
                 lines.append(name + b": " + value)
         elif lower == b"transfer-encoding" and chunked:
             lines.append(name + b": chunked")
+            chunked = False  # an engine may say it twice; what is passed on says it once
     if streams:
         lines.append(b"X-Accel-Buffering: no")  # else an nginx in front of the gate gathers the stream into bursts
     if not keep_alive:
@@ -533,6 +536,8 @@ class Chunked:
                 self._line += data[position:]
                 if len(self._line) > MAX_CHUNK_LINE:
                     raise Malformed("a line of the chunked coding is too long")
+                if b"\r" in self._line[:-1]:  # for a lenient reader the line would end there, and the rest be a request
+                    raise Malformed("a line of the chunked coding holds a CR")
                 return size
             line = data[position:end]
             if self._line:
