@@ -47,7 +47,9 @@ from gpu_turnstile.presets.values import Address
 from gpu_turnstile.presets.values import address as address_of
 from gpu_turnstile.runtimes.pids import pids_of
 from gpu_turnstile.seating import COMFYUI, OLLAMA, Seating, StartError
+from gpu_turnstile.seats import GB
 from gpu_turnstile.settings import Settings
+from gpu_turnstile.sleepers import Dorm
 from gpu_turnstile.warm import Warmer
 from gpu_turnstile.watchdog import Watchdog
 
@@ -89,7 +91,8 @@ class App:
         if self.store.error is not None:
             raise StartError(str(self.store.error))
         timing = wiring.timing(settings)
-        self.seating = Seating(settings, self.store, self.state_dir, self._http, self._gauge, timing)
+        self.dorm = Dorm(int(settings.llmc_sleep_ram_gb * GB), self._tell)
+        self.seating = Seating(settings, self.store, self.state_dir, self._http, self._gauge, timing, self.dorm)
         await self.seating.end_forgotten()
         await self.seating.find_containers()
         await asyncio.to_thread(self.seating.open_contexts, self._tell)
@@ -104,6 +107,7 @@ class App:
             lock_ttl=settings.llmc_lock_ttl_s,
             fail_closed=settings.llmc_vram_unknown == "refuse",
         )
+        self.dorm.know(seat.bed for seat in self.arbiter.seats.values())
         self.jobs = JobBook(self.arbiter, timing)
         self.bypass = BypassWatch(
             self.arbiter,
@@ -218,7 +222,9 @@ class App:
         await self.bypass.stop()
         await self.lookout.stop()
         await self.watchdog.stop()
+        self.dorm.closed = True
         await self.arbiter.shutdown(self.settings.shutdown_timeout)
+        await self.dorm.close()
         await self._serving.stop()
         await self.gateway.close()
         if self.contexts is not None:
@@ -308,6 +314,8 @@ class App:
 
     def _retell(self) -> None:
         self.arbiter.presets_changed(self.seating.seats())
+        self.dorm.know(seat.bed for seat in self.arbiter.seats.values())
+        self._start_task(self.dorm.sweep())
         self.gateway.table = self._table()
 
     async def _engine_pids(self) -> frozenset[int]:

@@ -233,7 +233,8 @@ class Arbiter:
     @staticmethod
     async def _is_there(seat: Seat) -> bool:
         if seat.owned:
-            return await seat.runtime.alive() and (await seat.engine.probe()).health is Health.READY
+            there = seat.serves and await seat.runtime.alive()
+            return there and (await seat.engine.probe()).health is Health.READY
         loaded = await seat.engine.loaded()
         return bool(loaded) if loaded is not None else await seat.engine.busy() is True
 
@@ -541,7 +542,7 @@ class Arbiter:
         reading = await seat.reading()
         if reading is None and self._fail_closed:
             return f"what the card holds cannot be read, so {tenant.name} is not started (LLMC_VRAM_UNKNOWN=refuse)"
-        ours = [self._seated[name].held for name in self._seated]
+        ours = [*(seat.held for seat in self._seated.values()), *(seat.left for seat in self.seats.values())]
         if not tenant.footprint or not self._rules.capacity or reading is None or any(held is None for held in ours):
             return None
         foreign = reading.used - sum(held or 0 for held in ours)

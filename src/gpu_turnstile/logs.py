@@ -36,6 +36,8 @@ _LOUD = {
     "engine_lost": "warn",
     "forced": "warn",
     "context_lost": "warn",
+    "sleep_failed": "warn",
+    "wake_failed": "warn",
     "context_useless": "warn",
     "swap_war": "warn",
     "lapsed": "warn",

@@ -27,6 +27,8 @@ from gpu_turnstile.engines.comfyui import ComfyUI
 from gpu_turnstile.engines.llama_server import LlamaServer
 from gpu_turnstile.engines.ollama import Ollama
 from gpu_turnstile.engines.registry import ENGINES
+from gpu_turnstile.engines.sglang import SGLang
+from gpu_turnstile.engines.vllm import VLLM
 from gpu_turnstile.gpu.gauge import Gauge
 from gpu_turnstile.presets.files import model_files
 from gpu_turnstile.presets.schema import Preset
@@ -42,6 +44,7 @@ from gpu_turnstile.runtimes.process import ProcessRuntime, end_forgotten
 from gpu_turnstile.runtimes.systemd import SystemdRuntime
 from gpu_turnstile.seats import GB, Limits, Seat
 from gpu_turnstile.settings import Settings
+from gpu_turnstile.sleepers import Bed, Dorm
 
 log = structlog.get_logger("seating")
 
@@ -66,6 +69,7 @@ class Seating:
         http: httpx.AsyncClient,
         gauge: Gauge,
         timing: Timing,
+        dorm: Dorm,
     ) -> None:
         self.contexts: Book | None = None
         self._settings = settings
@@ -74,6 +78,7 @@ class Seating:
         self._http = http
         self._gauge = gauge
         self._timing = timing
+        self._dorm = dorm
         self._limits = Limits(settings.llmc_health_timeout, settings.unload_timeout)
         self._ports: dict[str, int] = {}  # of engines whose preset names none
         self._docker: DockerHost | None = None
@@ -133,6 +138,8 @@ class Seating:
         seat = self._seat(self._preset_tenant(preset), engine, self._runtime(preset, port, folder))
         if self.contexts is not None and folder is not None and isinstance(engine, LlamaServer):
             seat.keeper = self._keeper(preset, port, engine, self.contexts)
+        if runtime.sleep is not None and isinstance(engine, VLLM | SGLang):
+            seat.bed = self._bed(preset, port, engine, seat.runtime)
         return seat
 
     def _context_folder(self, preset: Preset) -> Path | None:
@@ -157,6 +164,11 @@ class Seating:
         engine.api_key = flag_value(argv, "--api-key") or env.get("LLAMA_API_KEY")
         program = preset.runtime.command or (preset.runtime.image or "",)
         return Keeper(preset.name, engine, book, lambda: facts(argv, env, program, model_files(preset)))
+
+    def _bed(self, preset: Preset, port: int, engine: VLLM | SGLang, runtime: Runtime) -> Bed:
+        engine.api_key = flag_value(preset.argv(port), "--api-key")
+        level, limit = preset.runtime.sleep or 1, self._settings.llmc_sleep_timeout_s
+        return Bed(preset.name, engine, runtime, self._gauge, self._dorm, level=level, limit=limit)
 
     def _preset_tenant(self, preset: Preset) -> Tenant:
         settings, runtime = self._settings, preset.runtime
@@ -219,7 +231,9 @@ class Seating:
                 )
 
     def _seat(self, tenant: Tenant, engine: object, runtime: Runtime) -> Seat:
-        return Seat(tenant, engine, runtime, self._gauge, self._limits)  # type: ignore[arg-type]
+        seat = Seat(tenant, engine, runtime, self._gauge, self._limits)  # type: ignore[arg-type]
+        seat.dorm = self._dorm if runtime.owned else None
+        return seat
 
     # ----------------------------------------------------------------------------- what an earlier gate left
 

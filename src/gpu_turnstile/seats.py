@@ -1,7 +1,8 @@
 """A seat: one tenant with the engine and the runtime that make it real, and the two things that can be done to it.
 
 `admit` brings it on the card and returns when it answers; `evict` takes it off and returns when its memory is back,
-or says how far it got. Seats decide nothing; the arbiter calls them one at a time.
+or says how far it got. One that can sleep is laid down and woken instead, where that is
+safe and quicker. Seats decide nothing; the arbiter calls them one at a time.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from gpu_turnstile.core.model import Tenant
 from gpu_turnstile.engines.base import Engine, Health, Released
 from gpu_turnstile.gpu.base import Reading
 from gpu_turnstile.gpu.gauge import Gauge
-from gpu_turnstile.gpu.settle import VISIBLE_FALL, Settled, SettleState, wait_free, wait_still
+from gpu_turnstile.gpu.settle import CONTEXT, STILL_WITHIN, VISIBLE_FALL, Settled, SettleState, wait_free, wait_still
 from gpu_turnstile.runtimes.base import Runtime, StartFailed, StopFailed
+from gpu_turnstile.sleepers import Bed, Dorm, State
 
 log = structlog.get_logger("seats")
 
@@ -29,7 +31,6 @@ PROBE_SHARE = 0.01  # … later, the share of its loading time so far that a pau
 SLOWEST_PROBE = 0.025  # … up to this: a look costs half a millisecond
 RELEASE_TRIES = 3  # how often an engine somebody else runs is asked to let go, if that goes wrong
 RELEASE_PAUSE = 0.1  # seconds between them
-CONTEXT = 768 << 20  # bytes a process may keep on the card for its driver's context
 SETTLE_POLL = 0.01  # seconds between two looks at the card
 OUTPUT_SHOWN = 5  # lines of an engine's output that go into an error
 
@@ -61,7 +62,10 @@ class Evicted:
 
 
 class Seat:
-    """`keeper` carries its conversations over its absences; None = they end with its process."""
+    """`keeper` carries its conversations over its absences; None = they end with its process.
+
+    `bed`: where it sleeps instead of being stopped; None = it does not. `dorm`: where others do.
+    """
 
     def __init__(
         self,
@@ -76,6 +80,8 @@ class Seat:
         self.engine = engine
         self.runtime = runtime
         self.keeper = keeper
+        self.bed: Bed | None = None
+        self.dorm: Dorm | None = None
         self.on_lost: Callable[[str], None] | None = None  # it ended without being asked to
         self._gauge = gauge
         self._limits = limits
@@ -99,10 +105,26 @@ class Seat:
     def owned(self) -> bool:
         return self.runtime.owned
 
+    @property
+    def asleep(self) -> bool:
+        return self.bed is not None and self.bed.state is State.ASLEEP
+
+    @property
+    def serves(self) -> bool:
+        """Whether its process, if it runs, may be asked for work: it neither sleeps nor may be half awake."""
+        return self.bed is None or self.bed.state is State.UP
+
+    @property
+    def left(self) -> int:
+        """Bytes of the card it keeps while it sleeps."""
+        return self.bed.left if self.bed is not None and self.asleep else 0
+
     def _exited(self, reason: str) -> None:
         if self._gone is not None:
             if not self._gone.done():
                 self._gone.set_result(reason)
+        elif self.bed is not None and self.asleep:
+            self.bed.ended(reason)
         elif self.on_lost is not None:
             self.on_lost(reason)
 
@@ -118,6 +140,9 @@ class Seat:
             return False
         try:
             there = await self.runtime.adopt()
+            if there and self.bed is not None and await self.bed.engine.sleeping() is not False:
+                await self.runtime.stop()  # what it will need, and keeps now, was known to the gate that is no more
+                return False
         except StopFailed as error:
             log.warning("left_behind", tenant=self.tenant.name, reason=str(error))
             return True
@@ -133,17 +158,56 @@ class Seat:
             if before is not None and before.used > CONTEXT and await self.engine.busy():
                 self._before = None  # it came past the gate, and part of what is used is its own
             return
+        left = self.left
+        try:
+            if not await self._woken():
+                before, left = await self._gauge.read(), 0
+                self._before = before
+                await self._load()
+        finally:
+            self._gone = None
+            after = await self._gauge.read()
+            self._held = None if before is None or after is None else max(0, after.used - before.used + left)
+
+    async def _woken(self) -> bool:
+        """Whether it slept and serves again. If it slept and does not, it is gone when this returns."""
+        if self.dorm is not None:
+            await self.dorm.sweep()  # one that slept under its name, by settings that have changed
+        if self.bed is None or not self.asleep:
+            return False
+        self._gone = asyncio.get_running_loop().create_future()
+        before, left = await self._gauge.read(), self.left
+        if await self.bed.wake() is None and not self._gone.done():
+            return True
+        try:
+            await self.runtime.stop()
+        except StopFailed as error:
+            raise AdmitFailed(str(error)) from None
+        self.bed.state = State.UP
+        need = None if before is None else before.free + left - STILL_WITHIN
+        settled = await wait_free(self._gauge, need, None, self._limits.free, poll=SETTLE_POLL)
+        if settled.state is SettleState.TIMEOUT:
+            raise AdmitFailed(f"{self.tenant.name} did not wake, and its memory is not back: {settled.detail}")
+        return False
+
+    async def _load(self) -> None:
+        """Start it from nothing. Who sleeps makes room, and after a failure is no reason for the next one."""
+        began = time.monotonic()
+        if self.dorm is not None and self.tenant.footprint:
+            await self.dorm.make_room(self._gauge, int(self.tenant.footprint * GB), None)
         try:
             if self.keeper is None:
                 await self._start()
             else:
                 await self._start_with_contexts(self.keeper)
-        except StartFailed as error:
+        except (StartFailed, AdmitFailed) as error:
+            if self.dorm is not None:
+                await self.dorm.empty(f"{self.tenant.name} could not be started beside it")
+            if isinstance(error, AdmitFailed):
+                raise
             raise AdmitFailed(_with_output(error.reason, error.output)) from None
-        finally:
-            self._gone = None
-            after = await self._gauge.read()
-            self._held = None if before is None or after is None else max(0, after.used - before.used)
+        if self.bed is not None:
+            self.bed.costs.load = time.monotonic() - began
 
     async def _start(self) -> asyncio.Future[str]:
         """It runs and answers; the future says why, should it end while it is still being admitted."""
@@ -195,7 +259,7 @@ class Seat:
     # ---------------------------------------------------------------------------------------------- going
 
     async def evict(self, need: float = 0.0) -> Evicted:
-        """Take it off the card. `need`: GB that whoever comes next needs (0 = unknown). Never raises.
+        """Take it off the card, asleep or stopped. Never raises. `need`: GB that whoever comes next needs; 0 = unknown.
 
         Where it is known what it held, that must come back; only where it is not is it enough that `need` is free.
         """
@@ -203,8 +267,13 @@ class Seat:
         before = await self._gauge.read()
         if self.owned:
             before = self._leaving = self._leaving or before  # what came back since an earlier try has come back
+            slept = await self._lain_down()
+            if slept is not None:
+                self._held = self._leaving = None
+                return Evicted(True, True, slept, time.monotonic() - began)
             if self.keeper is not None and await self.runtime.alive():
                 await self.keeper.save()
+            stopping = time.monotonic()
             try:
                 await self.runtime.stop()
             except StopFailed as error:
@@ -219,12 +288,20 @@ class Seat:
         settled = await self._settle(before, held, need, left)
         if not self.owned and self._before is not None:
             await wait_still(self._gauge, self._before.used + CONTEXT, left, poll=SETTLE_POLL)
+        if self.owned and self.bed is not None:
+            self.bed.stopped(time.monotonic() - stopping)
         gone = not self.owned or settled.state is not SettleState.TIMEOUT
         if gone:
             self._held = self._leaving = None
         back = settled.state in (SettleState.FREE, SettleState.STABLE)
         clean = (well or (back and bool(held))) and settled.state is not SettleState.TIMEOUT
         return Evicted(gone, back and clean, f"{said}; {settled.detail}", time.monotonic() - began, clean)
+
+    async def _lain_down(self) -> str | None:
+        """How it went, if it sleeps now; None = it does not, and is to be stopped."""
+        if self.bed is None or not await self.runtime.alive():
+            return None
+        return await self.bed.sleep(self._held)
 
     def _known_to_hold(self, before: Reading | None) -> int | None:
         """Bytes an engine of ours held. One that was adopted held unknown ones, but no more than were used at all."""

@@ -170,6 +170,12 @@ class Settings:
     llmc_context_budget_s: float = _setting(
         v.more_than_zero(_seconds), "10", "seconds a save, and a restore, may add to a swap at most"
     )
+    llmc_sleep_ram_gb: float = _setting(
+        v.gigabytes, "32", "GB of main memory that sleeping engines may hold, the longest asleep is ended; 0 = no limit"
+    )
+    llmc_sleep_timeout_s: float = _setting(
+        v.more_than_zero(_seconds), "120", "seconds an engine may take to fall asleep, or to wake, before it is stopped"
+    )
     llmc_rollback: bool = _setting(v.switch, "on", "after a failed swap the preset that had to leave for it comes back")
     llmc_unknown_model: UnknownModel = _setting(
         lambda text: UnknownModel(v.one_of("error", "resident")(text)),

@@ -125,3 +125,66 @@ def test_sglang_is_busy_when_any_of_its_workers_is(answers, busy):
 
 def test_ninfer_does_not_tell_whether_it_works():
     assert with_engine(NInfer, {}, lambda e, _: e.busy()) is None
+
+
+SLEEP = {
+    (VLLM, 1): (["POST /sleep?level=1"], ["POST /wake_up"]),
+    (VLLM, 2): (
+        ["POST /sleep?level=2"],
+        [
+            "POST /wake_up?tags=weights",
+            "POST /collective_rpc",
+            "POST /wake_up?tags=kv_cache",
+            "POST /reset_prefix_cache",
+        ],
+    ),
+    (SGLang, 1): (
+        ["POST /flush_cache", "POST /release_memory_occupation"],
+        ["POST /resume_memory_occupation", "GET /health_generate"],
+    ),
+}
+sleepers = pytest.mark.parametrize(("kind", "level"), SLEEP)
+
+
+def after(path):
+    return path.split(" ")[1]
+
+
+@sleepers
+def test_they_sleep_and_wake_in_the_order_their_makers_ask_for(kind, level):
+    down, up = SLEEP[kind, level]
+
+    async def story(engine, server):
+        assert await engine.sleep(level, 1.0) is None
+        assert server.paths() == down
+        assert await engine.wake(level, 1.0) is None
+        assert server.paths() == down + up
+        if level == 2:
+            assert server.bodies("/collective_rpc") == [{"method": "reload_weights"}]
+
+    with_engine(kind, {after(path): (200, "") for path in down + up}, story)
+
+
+@sleepers
+@pytest.mark.parametrize("answer", [(500, "no"), (404, ""), HANG, CUT])
+def test_every_step_that_goes_wrong_ends_a_sleep_or_a_wake_and_is_told(kind, level, answer):
+    down, up = SLEEP[kind, level]
+    for steps, act in ((down, "sleep"), (up, "wake")):
+        for number, wrong in enumerate(steps):
+
+            async def story(engine, server, number=number, steps=steps, act=act):
+                told = await getattr(engine, act)(level, 0.2)
+                assert told.startswith(after(steps[number]))
+                assert list(dict.fromkeys(server.paths())) == steps[: number + 1]
+
+            good = {after(path): (200, "") for path in steps}
+            with_engine(kind, {**good, after(wrong): answer}, story)
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [({"is_sleeping": True}, True), ({"is_sleeping": False}, False), ((404, ""), None), ({}, None), (HANG, None)],
+)
+def test_vllm_says_whether_it_sleeps_and_sglang_does_not(answer, told):
+    assert with_engine(VLLM, {"/is_sleeping": answer}, lambda e, _: e.sleeping()) is told
+    assert with_engine(SGLang, {}, lambda e, _: e.sleeping()) is None

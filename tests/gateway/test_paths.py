@@ -26,8 +26,8 @@ LLM_WORK = words(
     /v1/responses /v1/messages /v1/audio/transcriptions /v1/audio/translations /v1/audio/speech
     /v1/images/generations /v1/images/edits /v1/images/variations /chat/completions /completions /completion
     /responses /audio/transcriptions /infill /embedding /embeddings /rerank /reranking /v1/rerank
-    /v1/reranking /v2/rerank /score /v1/score /pooling /classify /generate /encode /invocations /wake_up
-    /resume_memory_occupation /models/load /v1/load_lora_adapter /inference /sdapi/v1/txt2img
+    /v1/reranking /v2/rerank /score /v1/score /pooling /classify /generate /encode /invocations /models/load
+    /v1/load_lora_adapter /inference /sdapi/v1/txt2img
     /sdapi/v1/img2img /sdapi/v1/reload-checkpoint /anything/else /
     """
 )
@@ -65,6 +65,14 @@ CONTROLS = words(
 @pytest.mark.parametrize("path", LLM_WORK)
 def test_what_uses_the_card_or_is_unknown_is_work(path):
     assert classify(Site.LLM, "POST", path)[:2] == (WORK, Site.LLM)
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE", "OPTIONS"])
+@pytest.mark.parametrize("path", ["/sleep", "/wake_up", "/collective_rpc", "/release_memory_occupation", "/resume"])
+@pytest.mark.parametrize("spelt", ["{}", "{}/", "/{}", "/x/..{}", "/.{}", "{}#x", "http://gate{}"])
+def test_what_steers_an_engine_is_closed_however_it_is_spelt(method, path, spelt):
+    assert classify(Site.LLM, method, spelt.format(path)).kind is Kind.CLOSED
+    assert classify(Site.LLM, method, spelt.format(path.replace("e", "%65"))).kind is Kind.CLOSED
 
 
 @pytest.mark.parametrize("path", OLLAMA_NEUTRAL)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from gpu_turnstile.presets.errors import PresetError
+from gpu_turnstile.presets.schema import Preset
 from tests.presets.build import parse
 
 
@@ -136,3 +138,58 @@ env = { LLAMA_ARG_CACHE_IDLE_SLOTS = "1" }
     assert "--slot-save-path" not in preset.argv(1)
     assert preset.environment(1) == {"LLAMA_ARG_CACHE_IDLE_SLOTS": "1"}
     assert preset.environment(1, True) == {"LLAMA_ARG_CACHE_IDLE_SLOTS": "1", "LLAMA_ARG_ENDPOINT_METRICS": "1"}
+
+
+def sleeper(
+    engine: str, level: int, more: str = "", kind: str = 'kind = "process"\ncommand = ["x"]\nport = 1'
+) -> Preset:
+    return parse(f'engine = "{engine}"\nmodel.repo = "o/m"\n[runtime]\nsleep = {level}\n{kind}\n{more}')
+
+
+def test_an_engine_that_may_sleep_is_started_for_it_and_listens_to_this_machine_only() -> None:
+    vllm = sleeper("vllm", 2)
+    assert vllm.argv(1) == ("x", "--enable-sleep-mode", "--host", "127.0.0.1", "--served-model-name", "p")
+    assert vllm.environment(1) == {"VLLM_SERVER_DEV_MODE": "1"}
+    sglang = sleeper("sglang", 1)
+    assert sglang.argv(1) == ("x", "--enable-memory-saver", "--enable-weights-cpu-backup", "--host", "127.0.0.1")
+    assert sglang.environment(1) == {}
+    docker = sleeper("vllm", 1, kind='kind = "docker"\nimage = "i"')
+    assert docker.argv(1, "0.0.0.0")[:3] == ("--enable-sleep-mode", "--host", "0.0.0.0")
+
+
+def test_what_the_preset_says_itself_is_not_said_twice() -> None:
+    args = 'args = ["--enable-sleep-mode", "--host=localhost"]\nenv = { VLLM_SERVER_DEV_MODE = "0" }'
+    vllm = sleeper("vllm", 1, args)
+    assert vllm.argv(1) == ("x", "--enable-sleep-mode", "--host=localhost", "--served-model-name", "p")
+    assert vllm.environment(1) == {"VLLM_SERVER_DEV_MODE": "0"}
+
+
+@pytest.mark.parametrize("sleep", ["sleep = 1", ""])
+def test_another_level_is_another_engine_to_start(sleep: str) -> None:
+    text = 'engine = "vllm"\nmodel.repo = "o/m"\n[runtime]\nkind = "process"\ncommand = ["x"]\nport = 1\n'
+    assert parse(text + sleep).revision != parse(text + "sleep = 2").revision
+
+
+@pytest.mark.parametrize(
+    ("engine", "level", "more", "says"),
+    [
+        ("sglang", 2, "", "no sleep of level 2"),
+        ("command", 1, "", "no sleep of level 1"),
+        ("vllm", 3, "", "sleep"),
+        ("vllm", 1, 'args = ["--host", "0.0.0.0"]', "only this machine"),
+        ("vllm", 1, 'args = ["--host=::"]', "only this machine"),
+        ("vllm", 1, 'args = ["--host", "127.0.0.1", "--host", "0.0.0.0"]', "only this machine"),
+    ],
+)
+def test_a_sleep_that_cannot_be_or_would_open_the_engine_is_an_error(
+    engine: str, level: int, more: str, says: str
+) -> None:
+    with pytest.raises(PresetError, match=says):
+        sleeper(engine, level, more)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "ninfer"])
+def test_an_image_that_needs_no_words_at_all_gets_the_name(engine: str) -> None:
+    preset = parse(f'engine = "{engine}"\nmodel.path = "/m"\n[runtime]\nkind = "docker"\nimage = "i"')
+    assert preset.argv(1)[1:] == ("p",)
+    assert preset.served_as == "p"

@@ -157,6 +157,30 @@ class Readied(Protocol):
         ...
 
 
+class Sleeper(Protocol):
+    """An engine that can give the card back and keep its process (vLLM, SGLang). Nothing here raises.
+
+    `level`: 1 keeps the weights in main memory; 2 drops them and reads them again. Limits are seconds, for all of it.
+    Sleeping cuts off whatever runs: whoever calls has drained it.
+    """
+
+    async def probe(self) -> Probe: ...
+
+    def keeps_weights(self, level: int) -> bool: ...
+
+    async def sleep(self, level: int, limit: float) -> str | None:
+        """None = it says that it has let go of the card; else what went wrong. The proof is the card's."""
+        ...
+
+    async def wake(self, level: int, limit: float) -> str | None:
+        """None = it says that it serves again; else what went wrong: it may hold anything, or be gone."""
+        ...
+
+    async def sleeping(self) -> bool | None:
+        """None = it does not say."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Slot:
     """One of an engine's slots. `tokens`: how many of a conversation it remembers; None = it does not say."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import ClassVar
 
 import msgspec
@@ -21,8 +22,20 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
+Step = tuple[str, str, object | None]  # method, path, body
+
+
 class OpenAIServer(KeyedEngine):
     mode: ClassVar[Mode] = Mode.LLM
+
+    async def in_turn(self, steps: tuple[Step, ...], limit: float) -> str | None:
+        """One call after the other, all within `limit` seconds; the first that goes wrong ends it and is told."""
+        deadline = time.monotonic() + limit
+        for method, path, body in steps:
+            reply = await self.ask(method, path, body, max(0.001, deadline - time.monotonic()))
+            if not reply.ok:
+                return f"{path}: {reply.reason}"
+        return None
 
     async def probe(self) -> Probe:
         return probe_of(await self.get("/health"))

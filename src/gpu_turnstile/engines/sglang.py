@@ -2,6 +2,8 @@
 
 Its `/health` computes a token, which takes a second when it is idle, and answers 503 while it starts and when nothing
 comes out of its engine. What it works on stands in `/v1/loads`, in older versions in `/get_load`.
+
+It does not say whether it sleeps, and answers a wake before it is done: a token that comes out is the end of it.
 """
 
 from __future__ import annotations
@@ -32,6 +34,18 @@ class _Loads(msgspec.Struct):
 
 class SGLang(OpenAIServer):
     kind: ClassVar[str] = "sglang"
+
+    def keeps_weights(self, level: int) -> bool:
+        return True
+
+    async def sleep(self, level: int, limit: float) -> str | None:
+        return await self.in_turn((("POST", "/flush_cache", None), ("POST", "/release_memory_occupation", {})), limit)
+
+    async def wake(self, level: int, limit: float) -> str | None:
+        return await self.in_turn((("POST", "/resume_memory_occupation", {}), ("GET", "/health_generate", None)), limit)
+
+    async def sleeping(self) -> bool | None:
+        return None
 
     async def busy(self) -> bool | None:
         loads = (await self.get("/v1/loads?include=core")).read(_Loads)

@@ -5,6 +5,7 @@ resident  only an engine that is on the card can answer it (counting tokens, slo
 neutral   reading, listing, uploading, websockets: it goes to the engine at once and never takes the card
 listing   the presets' list where there are presets, else neutral
 control   the gate's own API
+closed    nobody's: how an engine is put to sleep, given other weights or made to run a method belongs to the gate alone
 
 Connections are not activity: a browser tab that polls `/queue` for ever is neutral. What writes to a GPU engine and is
 not listed is work, because an engine that loads a model behind the gate's back is what the gate exists to prevent.
@@ -30,6 +31,7 @@ class Kind(Enum):
     NEUTRAL = "neutral"
     LISTING = "listing"
     CONTROL = "control"
+    CLOSED = "closed"
 
 
 class Site(StrEnum):
@@ -145,6 +147,43 @@ _LLM_RESIDENT = frozenset(
     )
 )
 _LLM_RESIDENT_BELOW = ("/slots/", "/cvectors/")
+# What vLLM in its development mode and SGLang take from whoever reaches their port. `/collective_rpc` runs methods by
+# name, the others pull the card out from under the gate's books or let files of the machine be read as weights.
+_ENGINE_ONLY = frozenset(
+    (
+        "/sleep",
+        "/wake_up",
+        "/collective_rpc",
+        "/server_info",
+        "/pause",
+        "/resume",
+        "/reset_prefix_cache",
+        "/reset_mm_cache",
+        "/reset_encoder_cache",
+        "/scale_elastic_ep",
+        "/init_weight_transfer_engine",
+        "/start_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
+        "/release_memory_occupation",
+        "/resume_memory_occupation",
+        "/pause_generation",
+        "/continue_generation",
+        "/flush_cache",
+        "/update_weights_from_disk",
+        "/update_weights_from_tensor",
+        "/update_weights_from_distributed",
+        "/update_weights_from_ipc",
+        "/init_weights_update_group",
+        "/destroy_weights_update_group",
+        "/init_weights_send_group_for_remote_instance",
+        "/send_weights_to_remote_instance",
+        "/start_profile",
+        "/stop_profile",
+        "/set_internal_state",
+        "/configure_logging",
+    )
+)
 _ANTHROPIC = ("/v1/messages", "/messages", "/api/hello")
 _PLAIN = ("/sdapi/",)
 
@@ -221,6 +260,8 @@ def _dialect(plain: str) -> Dialect:
 
 
 def _llm_kind(method: str, path: str, plain: str) -> Kind:
+    if plain in _ENGINE_ONLY:
+        return Kind.CLOSED
     if method in ("GET", "HEAD") and (plain in _LISTINGS or plain.startswith(_LISTINGS_BELOW)):
         return Kind.LISTING
     if method in _HARMLESS:

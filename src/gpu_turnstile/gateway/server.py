@@ -222,7 +222,11 @@ class Gateway:
 
     def refuses(self, head: RequestHead, place: Place) -> Problem | None:
         """Why this request may not come in at all; None = it may."""
-        return self._guard.refuses(head, place) if self._guard.active else None
+        refusal = self._guard.refuses(head, place) if self._guard.active else None
+        if refusal is None and place.kind is Kind.CLOSED:
+            message = "this path steers the engine itself, and the gate does that; it was not passed on"
+            return Problem("engine_only", message, 403)
+        return refusal
 
     def own_answer(self, head: RequestHead, place: Place) -> bytes | None:
         """What the gate says itself where no engine is there to say it: probes and browsers' pre-flights."""

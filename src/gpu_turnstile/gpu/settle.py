@@ -29,6 +29,7 @@ AGREEING_FOR = 0.3  # ... over so many seconds at least, however fast the looks 
 STILL_WITHIN = 64 * 2**20  # bytes they may differ
 VISIBLE_FALL = 256 * 2**20  # bytes, where it is unknown how much should come back
 BACK_SHARE = 0.95  # of what it held: engines round, and a driver keeps a little
+CONTEXT = 768 << 20  # bytes a process may keep on the card for its driver's context
 QUIET = 10.0  # seconds without a fall after which nothing is expected, if nobody knows that something should be
 
 

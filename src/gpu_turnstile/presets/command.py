@@ -25,6 +25,14 @@ KEEPS_SLOTS = {
 }
 
 
+# What an engine must be started with so that it can sleep: flags and variables.
+_SLEEP_FLAGS = {
+    "vllm": ("--enable-sleep-mode",),
+    "sglang": ("--enable-memory-saver", "--enable-weights-cpu-backup"),  # without the second it wakes with garbage
+}
+_SLEEP_ENV = {"vllm": {"VLLM_SERVER_DEV_MODE": "1"}}
+
+
 def argv(preset: Preset, port: int, host: str, slot_folder: str | None) -> tuple[str, ...]:
     """`slot_folder`: where the engine may put its slots, as it sees it; None = it shall not."""
     runtime = preset.runtime
@@ -36,8 +44,21 @@ def argv(preset: Preset, port: int, host: str, slot_folder: str | None) -> tuple
         *flags,
         *(_filled(text, preset, port) for text in runtime.args),
     )
+    if runtime.sleep is not None:
+        words = (*words, *_for_sleep(preset.engine, host, words))
     flag = _NAME_FLAGS.get(preset.engine)
     return words if flag is None or _given(flag, words) is not None else (*words, flag, preset.name)
+
+
+def _for_sleep(engine: str, host: str, words: tuple[str, ...]) -> tuple[str, ...]:
+    """What is missing for it to sleep. vLLM listens everywhere unless told, and what it opens then is for nobody."""
+    flags = tuple(flag for flag in _SLEEP_FLAGS[engine] if flag not in words)
+    return flags if _given("--host", words) is not None else (*flags, "--host", host)
+
+
+def listens_on(words: tuple[str, ...]) -> tuple[str, ...]:
+    """Every address a command line names; engines take the last."""
+    return _all_given("--host", words)
 
 
 def served_as(preset: Preset) -> str | None:
@@ -50,15 +71,22 @@ def served_as(preset: Preset) -> str | None:
 
 def _given(flag: str, words: tuple[str, ...]) -> str | None:
     """What a flag is set to; the first of several names."""
-    for word, following in zip(words, (*words[1:], ""), strict=True):
+    return next(iter(_all_given(flag, words)), None)
+
+
+def _all_given(flag: str, words: tuple[str, ...]) -> tuple[str, ...]:
+    found = []
+    for number, word in enumerate(words):
         name, equals, value = word.partition("=")
         if name == flag:
-            return value if equals else following
-    return None
+            found.append(value if equals else "".join(words[number + 1 : number + 2]))
+    return tuple(found)
 
 
 def environment(preset: Preset, port: int, keeps_slots: bool) -> dict[str, str]:
     own = {name: _filled(text, preset, port) for name, text in preset.runtime.env.items()}
+    if preset.runtime.sleep is not None:
+        own = {**_SLEEP_ENV.get(preset.engine, {}), **own}
     return {**KEEPS_SLOTS, **own} if keeps_slots else own
 
 

@@ -46,6 +46,8 @@ FILE_ENGINES = ("llama-server", "ninfer")  # load one model file
 REPO_ENGINES = ("vllm", "sglang")  # load a whole repository or folder
 EXTERNAL_ENGINES = ("a1111", "invokeai", "koboldcpp", "lm-studio", "localai", "tabbyapi")  # run by somebody else
 HEALTH_ENGINES = ("command", "train")  # have no readiness path of their own
+LOOPBACKS = {"127.0.0.1", "::1", "localhost"}
+SLEEP_LEVELS = {"vllm": (1, 2), "sglang": (1,)}
 DEFAULT_HEALTH = "/health"
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -70,6 +72,7 @@ _RUNTIME_KEYS = {  # keys only some runtimes have a use for
     "api_key": ("external",),
     "stop_grace_s": ("docker", "process", "systemd"),
     "context_save": ("docker", "process"),
+    "sleep": ("docker", "process"),
 }
 
 
@@ -192,6 +195,7 @@ class Runtime(Strict):
     idle_unload_s: Seconds | None = None
     stop_grace_s: Seconds | None = None
     context_save: bool | None = None  # None: as LLMC_CONTEXT_SAVE says
+    sleep: Literal[1, 2] | None = None  # the level it sleeps at instead of being stopped; None: it is stopped
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -227,7 +231,7 @@ class PresetFile(Strict):
 
     @model_validator(mode="after")
     def _engine_has_what_it_needs(self) -> Self:
-        for check in (_check_external, _check_model, _check_health, _check_flags, _check_port):
+        for check in (_check_external, _check_model, _check_health, _check_flags, _check_port, _check_sleep):
             check(self)
         return self
 
@@ -267,6 +271,17 @@ def _check_port(preset: PresetFile) -> None:
     if runtime.kind == "process" and preset.engine != "llama-server" and not told:
         message = 'how does it learn its port? Write {port} into "args" or "env", or set "port"'
         raise Misfit("runtime", message)
+
+
+def _check_sleep(preset: PresetFile) -> None:
+    level = preset.runtime.sleep
+    if level is not None and level not in SLEEP_LEVELS.get(preset.engine, ()):
+        can = "; ".join(f"{engine}: {', '.join(map(str, levels))}" for engine, levels in SLEEP_LEVELS.items())
+        raise Misfit("runtime.sleep", f'engine "{preset.engine}" has no sleep of level {level} (there are {can})')
+    hosts = command.listens_on((*preset.runtime.command, *preset.runtime.args))
+    if level is not None and preset.runtime.kind == "process" and not set(hosts) <= LOOPBACKS:
+        message = "an engine that can be put to sleep can be steered by all who reach its port: only this machine may"
+        raise Misfit("runtime.sleep", f'{message}; leave "--host" out of "args", or make it 127.0.0.1')
 
 
 class Preset(PresetFile):

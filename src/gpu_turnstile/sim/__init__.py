@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from gpu_turnstile.sim.ollama import OllamaSim, SimModel
     from gpu_turnstile.sim.runner import serve
     from gpu_turnstile.sim.servers import ServerFaults
+    from gpu_turnstile.sim.sglang import SGLangSim
     from gpu_turnstile.sim.tabbyapi import TabbyAPISim
+    from gpu_turnstile.sim.vllm import VLLMSim
 
 __all__ = [
     "GB",
@@ -41,10 +43,12 @@ __all__ = [
     "OllamaFaults",
     "OllamaSim",
     "PromptReply",
+    "SGLangSim",
     "ServerFaults",
     "SimCard",
     "SimModel",
     "TabbyAPISim",
+    "VLLMSim",
     "serve",
 ]
 
@@ -61,7 +65,9 @@ _HOMES = {
     "ollama": ("OllamaSim", "SimModel"),
     "runner": ("serve",),
     "servers": ("ServerFaults",),
+    "sglang": ("SGLangSim",),
     "tabbyapi": ("TabbyAPISim",),
+    "vllm": ("VLLMSim",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -146,6 +146,52 @@ def llama_server(
     )
 
 
+def _add_sleeper(kind: str, sim_class: str) -> None:
+    """A command for vLLM or SGLang: the flags that matter here, all others are passed over."""
+
+    @app.command(
+        kind,
+        help=f"{kind}: one model that can sleep. Flags that are not listed are passed over.",
+        context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+    )
+    def sleeper(
+        port: Annotated[int, typer.Option(help="Port; 0 = any free one.")] = 8000,
+        host: Host = "127.0.0.1",
+        served_model_name: Annotated[str, typer.Option(help="What its model is called.")] = "m",
+        enable_sleep_mode: Annotated[bool, typer.Option("--enable-sleep-mode", "--enable-memory-saver")] = False,
+        sim_vram_gb: Annotated[float, typer.Option(help="What it holds while it serves.")] = 8.0,
+        sim_load_s: Annotated[float, typer.Option(help="Seconds it takes to load.")] = 1.0,
+        sim_wake_s: Annotated[float, typer.Option(help="Seconds it takes to wake.")] = 0.1,
+        sim_tokens_per_s: Annotated[float, typer.Option(help="Speed of an answer; 0 = at once.")] = 40.0,
+        card: CardFile = None,
+        card_gb: CardGb = 24.0,
+        fault: FaultList = None,
+    ) -> None:
+        from gpu_turnstile import sim
+        from gpu_turnstile.sim.faults import SleepFaults
+        from gpu_turnstile.sim.runner import run
+
+        faults = _faults(SleepFaults, fault)
+        run(
+            lambda: getattr(sim, sim_class)(
+                served_model_name,
+                card=_card(card, card_gb),
+                can_sleep=enable_sleep_mode,
+                vram_gb=sim_vram_gb,
+                load_s=sim_load_s,
+                wake_s=sim_wake_s,
+                tokens_per_s=sim_tokens_per_s,
+                faults=faults,
+            ),
+            host=host,
+            port=port,
+        )
+
+
+_add_sleeper("vllm", "VLLMSim")
+_add_sleeper("sglang", "SGLangSim")
+
+
 def _add_server(kind: str, sim_class: str, usual_port: int, about: str) -> None:
     """A command for a server of `servers.py`: they all take the same options."""
 

@@ -103,6 +103,18 @@ class LlamaFaults(TokenFaults):
     crash_after: int = 0  # the process ends (exit code 134) after so many tokens of an answer
 
 
+@dataclass
+class SleepFaults(TokenFaults):
+    """Of vLLM and SGLang."""
+
+    sleep_refused: bool = False  # 500, as without the flag it must be started with
+    sleep_frees_little: bool = False  # says that it sleeps, and keeps most of its memory
+    sleep_hang: bool = False  # never answers, and frees nothing
+    wake_refused: bool = False  # 500, and it goes on sleeping
+    wake_hang: bool = False  # takes its memory and never answers
+    wake_dies: bool = False  # the process ends in the middle of it
+
+
 def parse(kind: type[F], switches: list[str]) -> F:
     """`["unload_s=5", "ps_hang"]` as faults of this kind. Raises FaultError."""
     faults = kind()
