@@ -290,6 +290,8 @@ class Arbiter:
 
     def wedged(self, tenant: str, reason: str) -> None:
         """An engine is alive and gets nowhere: end what waits for it and start it again when it is wanted."""
+        if tenant in self._seated:
+            self._seated[tenant].distrust()
         self._feed(Wedged(tenant, reason))
 
     def unload(self) -> None:

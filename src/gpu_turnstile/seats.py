@@ -114,6 +114,11 @@ class Seat:
         """Whether its process, if it runs, may be asked for work: it neither sleeps nor may be half awake."""
         return self.bed is None or self.bed.state is State.UP
 
+    def distrust(self) -> None:
+        """Something is wrong with it: it is to be stopped, not put to sleep with that."""
+        if self.bed is not None and self.bed.state is State.UP:
+            self.bed.state = State.UNSURE
+
     @property
     def left(self) -> int:
         """Bytes of the card it keeps while it sleeps."""
@@ -158,32 +163,38 @@ class Seat:
             if before is not None and before.used > CONTEXT and await self.engine.busy():
                 self._before = None  # it came past the gate, and part of what is used is its own
             return
-        left = self.left
+        if await self._woken():
+            return
+        if self.dorm is not None and self.dorm.occupied:
+            await self.dorm.make_room(self._gauge, int(self.tenant.footprint * GB), None)
+            before = self._before = await self._gauge.read()
         try:
-            if not await self._woken():
-                before, left = await self._gauge.read(), 0
-                self._before = before
-                await self._load()
+            await self._load()
         finally:
             self._gone = None
             after = await self._gauge.read()
-            self._held = None if before is None or after is None else max(0, after.used - before.used + left)
+            self._held = None if before is None or after is None else max(0, after.used - before.used)
 
     async def _woken(self) -> bool:
-        """Whether it slept and serves again. If it slept and does not, it is gone when this returns."""
-        if self.dorm is not None:
+        """Whether it slept and serves again. If it slept, or may, and does not serve, it is gone when this returns."""
+        if self.dorm is not None and self.dorm.occupied:
             await self.dorm.sweep()  # one that slept under its name, by settings that have changed
-        if self.bed is None or not self.asleep:
+        bed = self.bed
+        if bed is None or bed.state is State.UP:
             return False
-        self._gone = asyncio.get_running_loop().create_future()
         before, left = await self._gauge.read(), self.left
-        if await self.bed.wake() is None and not self._gone.done():
-            return True
+        self._gone = gone = asyncio.get_running_loop().create_future()
         try:
+            if self.asleep and await bed.wake() is None and not gone.done():
+                self._held = bed.size
+                return True
+            began = time.monotonic()
             await self.runtime.stop()
+            bed.stopped(time.monotonic() - began)
         except StopFailed as error:
             raise AdmitFailed(str(error)) from None
-        self.bed.state = State.UP
+        finally:
+            self._gone = None
         need = None if before is None else before.free + left - STILL_WITHIN
         settled = await wait_free(self._gauge, need, None, self._limits.free, poll=SETTLE_POLL)
         if settled.state is SettleState.TIMEOUT:
@@ -191,10 +202,9 @@ class Seat:
         return False
 
     async def _load(self) -> None:
-        """Start it from nothing. Who sleeps makes room, and after a failure is no reason for the next one."""
-        began = time.monotonic()
-        if self.dorm is not None and self.tenant.footprint:
-            await self.dorm.make_room(self._gauge, int(self.tenant.footprint * GB), None)
+        """Start it from nothing. After a failure, who sleeps is no reason for the next one."""
+        if self.bed is not None:
+            self.bed.loading()
         try:
             if self.keeper is None:
                 await self._start()
@@ -207,7 +217,7 @@ class Seat:
                 raise
             raise AdmitFailed(_with_output(error.reason, error.output)) from None
         if self.bed is not None:
-            self.bed.costs.load = time.monotonic() - began
+            self.bed.loaded()
 
     async def _start(self) -> asyncio.Future[str]:
         """It runs and answers; the future says why, should it end while it is still being admitted."""

@@ -30,6 +30,8 @@ log = structlog.get_logger("sleepers")
 GB = 1 << 30
 SETTLE_FOR = 5.0  # seconds: engines answer after they have let go, so what is not back soon does not come back
 SETTLE_POLL = 0.01  # seconds between two looks at the card
+IDLE_WITHIN = 3.0  # seconds for work whose clients were cut off to end
+IDLE_POLL = 0.05  # seconds between two looks
 FAILURES = 2  # in a row, after which an engine is stopped as if it could not sleep
 
 Tell = Callable[[str, dict[str, Any]], None]
@@ -38,7 +40,7 @@ Tell = Callable[[str, dict[str, Any]], None]
 class State(StrEnum):
     UP = "up"  # awake, or not running at all
     ASLEEP = "asleep"
-    UNSURE = "unsure"  # it was told to sleep or to wake, and how that ended is not known: it may hold anything
+    UNSURE = "unsure"  # it loads, lies down or wakes, or did not do so to the end: it may hold anything
 
 
 @dataclass(slots=True)
@@ -72,6 +74,11 @@ class Dorm:
     def know(self, beds: Iterable[Bed | None]) -> None:
         """The beds of the presets there are now. Whoever sleeps in another is ended by the next `sweep`."""
         self._known = {bed for bed in beds if bed is not None}
+
+    @property
+    def occupied(self) -> bool:
+        """Whether anybody sleeps, or is being ended."""
+        return bool(self._asleep) or self._ending.locked()
 
     def takes(self, bed: Bed) -> bool:
         return not self.closed and bed in self._known
@@ -144,17 +151,18 @@ class Bed:
         self.state = State.UP
         self.left = 0  # bytes of the card it keeps while it sleeps
         self.costs = Costs()
-        self._size = 0  # bytes of the card it held before
+        self.size = 0  # … and holds while it is awake
         self._level = level
         self._limit = limit
         self._gauge = gauge
         self._dorm = dorm
         self._failures = 0
+        self._began = 0.0  # its loading
 
     @property
     def ram(self) -> int:
         """Bytes of main memory it holds asleep, at most: what it held on the card, unless it drops its weights."""
-        return self._size if self.engine.keeps_weights(self._level) else 0
+        return self.size if self.engine.keeps_weights(self._level) else 0
 
     # ------------------------------------------------------------------------------------------ lying down
 
@@ -164,6 +172,8 @@ class Bed:
         why = self._why_not(held, before)
         if why is None and not await self._fits(held or 0):
             why = "LLMC_SLEEP_RAM_GB is too small for it"
+        if why is None and not await self._idle():
+            why = "it works on something that did not come from the gate, or that it does not give up"
         if why is not None or held is None or before is None:
             log.info("stopped_instead_of_asleep", tenant=self.name, reason=why)
             return None
@@ -185,15 +195,24 @@ class Bed:
         if not self._dorm.takes(self):
             return "the gate ends, or its preset is gone or has changed"
         if self.state is not State.UP:
-            return "how it is, is not known: it was interrupted while it lay down or woke"
+            return "it is not known to be well: it was interrupted, did not come up, or was stuck"
         if held is None or before is None:
             return "it is not known what it holds, so it could not be seen to come back"
         if self._failures >= FAILURES:
             return f"it failed {self._failures} times running"
         return "stopping and loading it is quicker, as measured" if self.costs.sleep_is_slower else None
 
+    async def _idle(self) -> bool:
+        """Whether nothing is cut off by it; what a client has just left may take a moment to end."""
+        deadline = time.monotonic() + IDLE_WITHIN
+        while await self.engine.busy() is True:
+            if time.monotonic() >= deadline:
+                return False
+            await asyncio.sleep(IDLE_POLL)
+        return True
+
     async def _fits(self, held: int) -> bool:
-        self._size = held
+        self.size = held
         return await self._dorm.has_ram(self.ram)
 
     def _laid(self, seconds: float, detail: str) -> None:
@@ -220,7 +239,7 @@ class Bed:
         return None
 
     async def _wake(self) -> str | None:
-        need = self._size - self.left
+        need = self.size - self.left
         self.state = State.UNSURE
         await self._dorm.make_room(self._gauge, need, self)
         reading = await self._gauge.read()
@@ -236,7 +255,15 @@ class Bed:
         probe = await self.engine.probe()
         return None if probe.health is Health.READY else probe.detail or str(probe.health)
 
-    # ------------------------------------------------------------------------------------- its process ends
+    # ----------------------------------------------------------------------------- its process begins and ends
+
+    def loading(self) -> None:
+        self.state = State.UNSURE
+        self._began = time.monotonic()
+
+    def loaded(self) -> None:
+        self.state = State.UP
+        self.costs.load = time.monotonic() - self._began
 
     def stopped(self, seconds: float) -> None:
         """It was stopped, in so many seconds."""

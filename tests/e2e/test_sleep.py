@@ -262,3 +262,43 @@ async def test_a_gate_that_finds_a_sleeper_ends_it_and_one_that_is_awake_stays(t
             assert alive(first) is not was_asleep
             if was_asleep:
                 h.app.arbiter.lost("s", "ended by the test")
+
+
+@run_async
+async def test_one_that_was_stuck_is_stopped_and_does_not_take_that_into_its_sleep(tmp_path):
+    async with house(tmp_path, [sleeper("s")]) as h:
+        await h.chat("s")
+        first = pid(h, "s")
+        h.app.arbiter.wedged("s", "the test says so")
+        assert (await h.chat("s")).status_code == 200
+        assert pid(h, "s") != first
+        assert not told(h, "asleep")
+
+
+@run_async
+async def test_one_that_never_came_up_is_stopped_and_not_put_to_sleep(tmp_path):
+    presets = [sleeper("s", "--sim-load-s", "30")]
+    async with house(tmp_path, presets, llmc_health_timeout=1.0) as h:
+        assert (await h.chat("s")).status_code == 503
+        assert not {"asleep", "sleep_failed"} & set(h.kinds())
+        assert not h.card.held_by("s")
+
+
+@pytest.mark.parametrize("hangs", ["sleep_hang", "wake_hang"])
+@run_async
+async def test_a_sleep_or_wake_that_is_broken_off_by_force_is_no_resident_and_is_stopped(tmp_path, hangs):
+    async with house(tmp_path, [sleeper("s"), llama("a")]) as h:
+        first = await asleep(h) if hangs == "wake_hang" else None
+        if first is None:
+            await h.chat("s")
+            first = pid(h, "s")
+        await sim(h, "s", "/faults", {hangs: True})
+        wanted = "s" if hangs == "wake_hang" else "a"
+        late = asyncio.create_task(h.chat(wanted))
+        await until(lambda: h.app.arbiter.swapping and h.app.arbiter.seats["s"].bed.state == "unsure")
+        await h.app.arbiter.break_glass("the test says so")
+        assert (await late).status_code in (200, 503)
+        assert h.view.residents != ("s",) or pid(h, "s") != first
+        assert (await h.chat("a")).status_code == 200
+        assert not alive(first)
+        assert h.view.residents == ("a",)

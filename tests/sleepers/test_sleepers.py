@@ -178,3 +178,16 @@ async def test_one_that_cannot_be_ended_does_not_keep_the_others():
 )
 def test_sleep_is_given_up_only_when_it_was_measured_to_be_slower(costs, slower):
     assert costs.sleep_is_slower is slower
+
+
+@run_async
+async def test_what_runs_keeps_it_awake_and_is_not_cut_off():
+    async with dormitory() as d, d.bed("s") as (bed, sim):
+        body = {"model": "s", "stream": True, "max_tokens": 5000, "messages": []}
+        async with d.http.stream("POST", f"{sim.url}/v1/chat/completions", json=body) as answer:
+            lines = answer.aiter_lines()
+            await anext(lines)
+            assert await bed.sleep(8 * GB) is None
+            assert bed.state is State.UP
+            assert sim.in_flight == 1
+        assert await bed.sleep(8 * GB) is not None, "a client that left is waited for"
