@@ -225,7 +225,7 @@ class Gateway:
         refusal = self._guard.refuses(head, place) if self._guard.active else None
         if refusal is None and place.kind is Kind.CLOSED:
             message = "this path steers the engine itself, and the gate does that; it was not passed on"
-            return Problem("engine_only", message, 403)
+            return Problem("not_allowed", message, 403)
         return refusal
 
     def own_answer(self, head: RequestHead, place: Place) -> bytes | None:
