@@ -183,7 +183,7 @@ def check_args(base: Preset, args: Iterable[str]) -> None:
 def _refused(engine: str, flag: str) -> str:
     if engine not in FLAGS:
         return f'runtime.args: an ephemeral preset of the engine "{engine}" may not bring flags'
-    return f"runtime.args: {_text(flag)} is no flag an ephemeral preset may bring (docs/presets.md lists them)"
+    return f"runtime.args: {_text(flag)} may not be brought: only flags that are numbers or choices (docs/presets.md)"
 
 
 def _text(value: str) -> str:
