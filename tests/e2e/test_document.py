@@ -199,7 +199,7 @@ async def test_the_longest_wait_ends_in_503_with_retry_after_in_the_callers_own_
         await working(h, 0.5)
         began = time.monotonic()
         answer = await h.http.post(f"{h.gate}{path}", json=LLM_WORK[path])
-        assert 0.1 < time.monotonic() - began < 0.4
+        assert 0.1 < time.monotonic() - began < 1.0
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "7")
         assert answer.headers["x-turnstile-error"] == "busy"
         assert answer.json()["error"]
