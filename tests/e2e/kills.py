@@ -19,7 +19,7 @@ import httpx
 
 from tests.e2e.gate import Gate
 
-ROUNDS = int(os.environ.get("TURNSTILE_KILLS", "5"))
+ROUNDS = int(os.environ.get("TURNSTILE_KILLS", "8"))
 LIMIT = 60 + 10 * ROUNDS  # seconds for all of it
 PRESETS = ("a", "b")
 

@@ -29,7 +29,7 @@ from tests.e2e.house import engine_pids, llama, write
 from tests.real.engine import llama_command, real_engine_missing, tiny_model
 
 MISSING = real_engine_missing()
-SWAPS = int(os.environ.get("TURNSTILE_SWAPS", "12"))
+SWAPS = int(os.environ.get("TURNSTILE_SWAPS", "20"))
 CLIENTS = 6
 PRESETS = ("one", "two")
 RSS_GROWTH = 24 << 20  # bytes the gate may grow by, however many swaps there are
