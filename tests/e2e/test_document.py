@@ -199,7 +199,7 @@ async def test_the_longest_wait_ends_in_503_with_retry_after_in_the_callers_own_
         await working(h, 0.5)
         began = time.monotonic()
         answer = await h.http.post(f"{h.gate}{path}", json=LLM_WORK[path])
-        assert 0.1 < time.monotonic() - began < 1.0
+        assert 0.1 < time.monotonic() - began < 0.4
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "7")
         assert answer.headers["x-turnstile-error"] == "busy"
         assert answer.json()["error"]
@@ -414,7 +414,7 @@ async def test_a_chat_that_waits_is_sent_only_after_free_was_called_and_the_memo
 @pytest.mark.parametrize("trouble", ["gone", "down", "hang", "server_error", "ps_hang"])
 @run_async
 async def test_an_ollama_that_cannot_be_asked_does_not_keep_an_image_job_from_running(tmp_path, trouble):
-    settings = {"unload_timeout": 1.0, "probe_timeout": 0.2}
+    settings = {"unload_timeout": 0.6, "probe_timeout": 0.2}
     async with house(tmp_path, alarms=True, **settings, **two(tmp_path)) as h:
         await chat(h)
         if trouble == "gone":
@@ -424,7 +424,7 @@ async def test_an_ollama_that_cannot_be_asked_does_not_keep_an_image_job_from_ru
             setattr(h.ollama.faults, trouble, True)
         began = time.monotonic()
         assert (await prompt(h, 0.05)).status_code == 200
-        assert time.monotonic() - began < (0.8 if trouble == "gone" else 2.5)
+        assert time.monotonic() - began < (0.4 if trouble == "gone" else 1.6)
         assert of_kind(h, "evicted")[0]["sure"] is False
         await idle(h)
         assert h.app.jobs.ends == {"success": 1}

@@ -26,7 +26,7 @@ from tests.e2e.house import GRAPH, House, graph, house
 from tests.e2e.test_document import chat, entries, idle, leases, leave, of_kind, posts, prompt, raw, two, working
 
 POLL = 0.08
-SLACK = 0.4  # seconds for a loop that the test shares with the engines, on a machine that others share
+SLACK = 0.15  # seconds for a loop that five tests share with the engines they test
 
 
 @contextlib.asynccontextmanager
@@ -45,32 +45,25 @@ class Watch:
         self.ended: float | None = None
         self.released: float | None = None
         self.missing = False
-        self.looks = 0  # at the queue, since the job ended
-
-    def _looked(self) -> int:
-        return sum(entry.path == "/queue" for entry in self._h.comfy.log)
 
     async def run(self) -> None:
-        before = 0
         while self.released is None:
             now, alive, held = time.monotonic(), bool(self._alive()), leases(self._h, "comfyui")
             if alive:
                 self.ended = None
             elif self.ended is None:
-                self.ended, before = now, self._looked()
+                self.ended = now
             if alive and not held:
                 self.missing = True
             if not held:
                 self.released = now
-                self.looks = self._looked() - before if self.ended is not None else 0
             await asyncio.sleep(0.002)
 
     def check(self) -> None:
         assert not self.missing, "the lease was given up while the job was alive"
         assert self.ended is not None
         assert self.released is not None
-        assert self._looked()
-        assert self.looks <= 3, "one that was under way when the job ended, and two more"
+        assert self.released - self.ended <= 2 * POLL + SLACK
 
 
 @contextlib.asynccontextmanager

@@ -18,6 +18,17 @@ from tests.aio import run_async, until
 from tests.e2e.house import PresetText, llama, write
 
 GATE = (sys.executable, "-m", "gpu_turnstile", "serve")
+# The same, and how many objects a full collection of the running gate has to look through is said on stderr.
+COUNTED = """
+import gc, sys, threading, time
+from gpu_turnstile.cli.main import main
+def count():
+    while not gc.get_freeze_count():
+        time.sleep(0.02)
+    print("objects", len(gc.get_objects()), file=sys.stderr, flush=True)
+threading.Thread(target=count, daemon=True).start()
+main()
+"""
 
 
 class Program:
@@ -43,7 +54,9 @@ class Program:
 
 
 @contextlib.asynccontextmanager
-async def program(tmp_path, presets: list[PresetText] | None = None, **env: str) -> AsyncIterator[Program]:
+async def program(
+    tmp_path, presets: list[PresetText] | None = None, command: tuple[str, ...] = GATE, **env: str
+) -> AsyncIterator[Program]:
     write(tmp_path, presets or [])
     (tmp_path / "presets").mkdir(exist_ok=True)
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("LLMC_", "TURNSTILE_", "LISTEN_"))}
@@ -58,7 +71,7 @@ async def program(tmp_path, presets: list[PresetText] | None = None, **env: str)
         **env,
     }
     process = await asyncio.create_subprocess_exec(
-        *(*GATE, "--presets", str(tmp_path / "presets"), "--state-dir", str(tmp_path / "state")),
+        *(*command, "--presets", str(tmp_path / "presets"), "--state-dir", str(tmp_path / "state")),
         env=environment,
         cwd=tmp_path,
         stdin=asyncio.subprocess.DEVNULL,
@@ -172,6 +185,18 @@ async def test_two_gates_on_one_state_folder_are_refused(tmp_path):
         async with program(tmp_path) as second:
             assert await second.end() == 2
     assert "another gate is running" in second.said
+
+
+@run_async
+async def test_a_full_collection_has_next_to_nothing_to_look_through(tmp_path):
+    """Over all that Python and the libraries keep it takes 0.1 to 0.2 s, in which no stream moves."""
+    async with program(tmp_path, [llama("a")], (sys.executable, "-c", COUNTED, "serve")) as p:
+        assert p.process.stderr is not None
+        while (line := (await p.process.stderr.readline()).decode()) and not line.startswith("objects "):
+            p.said += line
+        assert 0 < int(line.removeprefix("objects ") or 0) < 5_000, p.said
+        p.process.send_signal(signal.SIGTERM)
+        assert await p.end() == 0
 
 
 @run_async

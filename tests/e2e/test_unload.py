@@ -229,7 +229,7 @@ async def test_the_gate_answers_while_an_unload_hangs(tmp_path, fault):
         setattr(h.ollama.faults, fault, -1 if fault == "unload_s" else True)
         image = asyncio.create_task(prompt(h, 0.02))
         await until(lambda: of_kind(h, "evicting"))
-        took: list[float] = []
+        slowest = 0.0
         while not image.done() and h.view.phase == "swapping":
             for base, path in (
                 (h.gate, "/status"),
@@ -237,8 +237,8 @@ async def test_the_gate_answers_while_an_unload_hangs(tmp_path, fault):
                 (h.comfy_gate, "/queue"),
                 (h.gate, "/metrics"),
             ):
-                took.append(await timed(h.http.get(base + path)))
-        assert sorted(took)[len(took) * 9 // 10] < 0.2, "one in ten may meet a busy machine"
+                slowest = max(slowest, await timed(h.http.get(base + path)))
+        assert 0 < slowest < 0.2
         assert (await image).status_code == 200
         h.ollama.faults.heal()
         await idle(h)
