@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from gpu_turnstile.core.model import Tenant
+from gpu_turnstile.core.model import Held, Tenant
 from gpu_turnstile.core.policy import NO_TURN, Turn
 
 
@@ -78,3 +78,53 @@ class Swap:
     @property
     def name(self) -> str | None:
         return self.target.name if self.target else None
+
+
+class Card:
+    """The residents by name, the one that came first first; and every lease with its resident."""
+
+    def __init__(self) -> None:
+        self.residents: dict[str, Resident] = {}
+        self.leases: dict[int, Resident] = {}
+
+    def serving(self, wants: Iterable[str]) -> Resident | None:
+        """Who may be granted a lease for one of these names."""
+        for want in wants:
+            resident = self.residents.get(want)
+            if resident is not None and resident.admits:
+                return resident
+        return None
+
+    def compatible(self, resident: Resident) -> bool:
+        """Whether another lease of it may begin now: an exclusive one is alone on the card."""
+        if resident.tenant.exclusive:
+            return not self.leases
+        return not any(r.leases and r.tenant.exclusive for r in self.residents.values())
+
+    def lease(self, resident: Resident, ticket: int, client: str, owner: str | None, now: float) -> None:
+        resident.begun = True
+        if resident.tenant.exclusive:
+            resident.fresh = False
+        resident.leases[ticket] = (client, now, owner)
+        self.leases[ticket] = resident
+
+    def cut(self, residents: Iterable[Resident], now: float) -> tuple[int, ...]:
+        """End all their leases; returns the tickets."""
+        tickets: list[int] = []
+        for resident in residents:
+            tickets += resident.leases
+            resident.leases.clear()
+            resident.idle_since = now
+        for ticket in tickets:
+            del self.leases[ticket]
+        return tuple(tickets)
+
+    @property
+    def first(self) -> Resident | None:
+        """Whoever serves now; with several, the one that came first."""
+        return next((r for r in self.residents.values() if r.serves), None)
+
+    def held(self) -> Iterable[Held]:
+        for resident in self.residents.values():
+            for ticket, (client, since, owner) in resident.leases.items():
+                yield Held(ticket, resident.tenant.name, client, since, owner)

@@ -19,16 +19,14 @@ serves the waiters it was made for; only then may anything drain the newcomer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
-from gpu_turnstile.core import budget, policy
-from gpu_turnstile.core.card import Drain, Resident, Swap
+from gpu_turnstile.core import budget
+from gpu_turnstile.core.card import Card, Drain, Resident, Swap
 from gpu_turnstile.core.failures import Failures
-from gpu_turnstile.core.habits import Habits
-from gpu_turnstile.core.line import Line, Queue
-from gpu_turnstile.core.locks import TTL, Denied, Ended, Granted, LockBook, Policed, Queued, Refused, Stale, Unlocked
+from gpu_turnstile.core.line import Line
+from gpu_turnstile.core.locks import TTL, LockBook
 from gpu_turnstile.core.model import (
     Answer,
     Break,
@@ -39,8 +37,6 @@ from gpu_turnstile.core.model import (
     EngineLost,
     Event,
     Grant,
-    Held,
-    Kept,
     Lock,
     Mode,
     Note,
@@ -66,11 +62,11 @@ from gpu_turnstile.core.model import (
     Unlock,
     Wedged,
 )
-from gpu_turnstile.core.policy import Order, Rules
-from gpu_turnstile.core.wars import Made, Wars
+from gpu_turnstile.core.pins import Pins
+from gpu_turnstile.core.policy import Rules
+from gpu_turnstile.core.turns import Turns
 
 WHOM = 20  # names of clients that are told of when all work was cut
-MANY = 20  # tickets of one queue whose clients are named
 
 
 class Scheduler:
@@ -91,8 +87,8 @@ class Scheduler:
         """`odd` tells afterwards what in `locks` made no sense."""
         self.rules = rules or Rules()
         self._tenants = {t.name: t for t in tenants}
-        self._residents: dict[str, Resident] = {}
-        self._leases: dict[int, Resident] = {}
+        self._card = Card()
+        self._residents, self._leases = self._card.residents, self._card.leases
         self._line = Line()
         self._swap: Swap | None = None
         self._swaps = 0
@@ -103,13 +99,11 @@ class Scheduler:
         self._away = False  # the tenant that is at home on the card had to leave for somebody else
         self._emptied = now  # when the card was left to nobody, or bringing somebody home failed
         self._failures = Failures(self.rules)
-        self._habits = Habits()
-        self._wars = Wars()
-        self._held: float | None = None  # when whoever waits for the end of a turn is looked at again
-        self._costs: dict[str, float] = {}  # tenant -> seconds its last swap took
         self._armed: float | None = None
         self._name = name if name in self._tenants else None
         self._locks, self.odd = LockBook.recover(locks or {}, now, lock_ttl)
+        self._pins = Pins(self._locks, self._line, self._card, self._persist)
+        self._turns = Turns(self.rules, self._line, self._card, self._locks)
         self._gone = self._locks.keep_presets(self._tenants, now)  # told with the first event
         for found in residents:
             self._settle(found, self._tenants.get(found), now)
@@ -157,12 +151,11 @@ class Scheduler:
         if not known:
             out.append(Refuse(event.ticket, Code.UNKNOWN_MODEL, f"no preset is called {event.wants[0]!r}"))
             return
-        if self._habits.away:
-            self._habits.came(event.client, known, now)
+        self._turns.came(event.client, known, now)
         owner = event.owner
         if self._locks or event.token is not None:
-            self._look_at_locks(now, out)
-            if not self._admitted(event, known, now, out):
+            self._pins.lapse(now, out)
+            if not self._pins.admit(event, known, now, out):
                 return
             if event.token is not None:
                 owner = self._locks.owner_of(event.token)
@@ -174,15 +167,15 @@ class Scheduler:
                 out.append(self._unfit(event.ticket, self._tenants[known[0]]))
                 return
             known = fitting
-        if self._failures and self._serving(known) is None:
+        if self._failures and self._card.serving(known) is None:
             able = tuple(want for want in known if not self._failures.hold_back(want, now))
             if not able:
                 out.append(self._failures.refusal(event.ticket, known[0], now))
                 return
             known = able
         if not self._line and self._swap is None and not self._unload:
-            resident = self._serving(known)
-            if resident is not None and self._compatible(resident):
+            resident = self._card.serving(known)
+            if resident is not None and self._card.compatible(resident):
                 self._grant(resident, event.ticket, event.visit, event.client, owner, now, out)
                 return
         self._line.join(event, known, self._tenants[known[0]].rank, now, owner)
@@ -211,11 +204,9 @@ class Scheduler:
         client, since, owner = resident.leases.pop(event.ticket)
         if not resident.leases:
             resident.idle_since = now
-        if self._line and self.rules.order is Order.AMORTISED:
-            gap = self._habits.left(client, resident.tenant.name, since, now)
-            resident.expects = max(resident.expects, now + policy.lingers(gap, resident.turn, self.rules))
+        self._turns.left(resident, client, since, now)
         if self._locks:
-            self._touch(resident.tenant.name, owner, now, out)
+            self._touch(resident, owner, now, out)
         if (
             self._line
             or self._unload
@@ -234,17 +225,17 @@ class Scheduler:
         out: list[Effect],
     ) -> None:
         if not visit:
-            resident.begun = True
-            if resident.tenant.exclusive:
-                resident.fresh = False
-            resident.leases[ticket] = (client, now, owner)
-            self._leases[ticket] = resident
+            self._card.lease(resident, ticket, client, owner, now)
             if self._locks:
-                self._touch(resident.tenant.name, owner, now, out)
+                self._touch(resident, owner, now, out)
         elif not resident.leases:
             resident.idle_since = now
             self._rearm(now, out)
         out.append(Grant(ticket, resident.tenant.name, owner))
+
+    def _cut(self, residents: Collection[Resident], now: float) -> tuple[int, ...]:
+        self._pins.work_ended(residents, now)
+        return self._card.cut(residents, now)
 
     def _busy(self, ticket: int, why: str) -> Refuse:
         return Refuse(ticket, Code.BUSY, why, self.rules.retry_after)
@@ -274,25 +265,25 @@ class Scheduler:
 
     def _step(self, now: float, out: list[Effect]) -> bool:
         """One decision; True when there may be another one."""
-        self._held = None
+        self._turns.held = None
         if self._unload:
             return self._make_room(None, dict(self._residents), now, out)
         if not self._line:
             return self._leave(now, out)
         waits_for_turn: int | None = None  # the rank of whoever waits until a turn ends
-        for queue, resident, head in self._heads(now):
+        for queue, resident, head in self._turns.heads(now):
             if waits_for_turn is not None and queue.rank < waits_for_turn:
                 break
             if resident is not None:
                 self._end_drain(out)
-                if not self._compatible(resident):
+                if not self._card.compatible(resident):
                     return False
                 ticket = self._line.leave(queue.head.number)
                 self._grant(resident, ticket.number, ticket.visit, ticket.client, ticket.owner, now, out)
                 return True
-            target = self._tenants[self._wanted(queue)]
+            target = self._tenants[self._turns.wanted(queue)]
             victims = self._victims(target)
-            if self._in_turn(head, victims, now):
+            if self._turns.must_wait(head, victims.values(), now):
                 waits_for_turn = queue.rank
                 continue
             if self._make_room(target, victims, now, out):
@@ -301,75 +292,6 @@ class Scheduler:
             return False
         self._end_drain(out)
         return False
-
-    def _heads(self, now: float) -> Iterator[tuple[Queue, Resident | None, policy.Head]]:
-        """Every queue with the resident that can serve its head, if any; whoever must be served next first."""
-        queues = self._line.queues()
-        residents = [self._serving(queue.wants) for queue in queues]
-        floors = self._floors(queues, residents, now)
-        heads = [self._head(queue, resident, floors, now) for queue, resident in zip(queues, residents, strict=True)]
-        for place in policy.ranked(heads, now):
-            yield queues[place], residents[place], heads[place]
-
-    def _floors(
-        self, queues: tuple[Queue, ...], residents: list[Resident | None], now: float
-    ) -> dict[int, tuple[float, bool]]:
-        """By rank: until when no equal may end what the residents do, and whether one of them is in its turn."""
-        waited_for = [r for q, r in zip(queues, residents, strict=True) if r is not None and q.head.seq <= r.cohort]
-        floors: dict[int, tuple[float, bool]] = {}
-        for resident in self._residents.values():
-            floor = resident.batch_until if any(r is resident for r in waited_for) else float("-inf")
-            in_turn = resident.in_turn(now)
-            if in_turn:
-                floor = max(floor, resident.turn.floor)
-            before, turns = floors.get(resident.tenant.rank, (floor, False))
-            floors[resident.tenant.rank] = (max(before, floor), turns or in_turn)
-        return floors
-
-    def _head(
-        self, queue: Queue, resident: Resident | None, floors: dict[int, tuple[float, bool]], now: float
-    ) -> policy.Head:
-        ticket = queue.head
-        if resident is not None:
-            cohort = ticket.seq <= resident.cohort
-            in_turn = resident.in_turn(now)
-            return policy.Head(ticket.seq, queue.rank, True, cohort, resident.fresh, in_turn)
-        floor, in_turn = floors.get(queue.rank, (float("-inf"), False))
-        swap = self._costs.get(self._wanted(queue), 0.0)
-        ends = policy.impatient_at(ticket.since, floor, swap if in_turn else None, self.rules)
-        return policy.Head(ticket.seq, queue.rank, ends=ends, used=self._habits.used(ticket.client, now))
-
-    def _in_turn(self, head: policy.Head, victims: dict[str, Resident], now: float) -> bool:
-        """Whether somebody who would have to leave for this head is in its turn, and the head may still wait.
-
-        Nobody has a turn under a lock: whoever waits then waits for the pinned preset.
-        """
-        if self._locks.preset is not None:
-            return False
-        kept = max((r.kept_until(now) for r in victims.values() if r.tenant.rank == head.rank), default=now)
-        if head.ends is not None:
-            kept = min(kept, head.ends)
-        if kept <= now:
-            return False
-        self._held = kept if self._held is None else min(self._held, kept)
-        return True
-
-    def _serving(self, wants: tuple[str, ...]) -> Resident | None:
-        for want in wants:
-            resident = self._residents.get(want)
-            if resident is not None and resident.admits:
-                return resident
-        return None
-
-    def _wanted(self, queue: Queue) -> str:
-        """Whom to bring in for a queue: its first choice, or the locked preset, which is one of its choices then."""
-        return self._locks.preset or queue.wants[0]
-
-    def _compatible(self, resident: Resident) -> bool:
-        """An exclusive lease is alone on the card."""
-        if resident.tenant.exclusive:
-            return not self._leases
-        return not any(r.leases and r.tenant.exclusive for r in self._residents.values())
 
     def _coming(self, wants: tuple[str, ...]) -> bool:
         return self._swap is not None and self._swap.name in wants
@@ -398,12 +320,8 @@ class Scheduler:
         return True
 
     def _begin(self, target: Tenant | None, victims: dict[str, Resident], now: float, out: list[Effect]) -> None:
-        cut = tuple(t for r in victims.values() for t in r.leases)
-        self._work_ended(victims.values(), now)
-        for ticket in cut:
-            del self._leases[ticket]
-        for name, resident in victims.items():
-            resident.leases.clear()
+        cut = self._cut(victims.values(), now)
+        for name in victims:
             del self._residents[name]
         self._swaps += 1
         self._swap = Swap(self._swaps, target, victims, now)
@@ -425,8 +343,8 @@ class Scheduler:
         queues = self._line.queues()
         top = max(queue.rank for queue in queues)
         for queue in [q for q in queues if q.in_place and q.rank == top]:
-            resident = self._serving(queue.wants)
-            if resident is None or resident.tenant.drain_grace is None or not self._compatible(resident):
+            resident = self._card.serving(queue.wants)
+            if resident is None or resident.tenant.drain_grace is None or not self._card.compatible(resident):
                 continue
             while queue.entries:
                 ticket = self._line.leave(queue.head.number)
@@ -506,27 +424,9 @@ class Scheduler:
         fields = {"target": swap.name, "evicted": list(swap.victims), "seconds": now - swap.since}
         out.append(Note("swapped", fields | ({"refill": event.refill} if event.refill else {})))
         if swap.target is not None:
-            self._settled(swap, swap.target, event.refill, now, out)
+            out += self._turns.swapped(swap, swap.target, event.refill, self._tenants, now)
         self._persist(now, out)
         self._advance(now, out)
-
-    def _settled(self, swap: Swap, target: Tenant, refill: float, now: float, out: list[Effect]) -> None:
-        """What it has cost to bring the target in, and what it may do for that."""
-        seconds = now - swap.since
-        self._costs[target.name] = seconds
-        resident = self._residents[target.name]
-        resident.turn = policy.turn(now, seconds, refill, self.rules)
-        round_trip = seconds + refill + sum(victim.turn.cost for victim in swap.victims.values())
-        resident.batch_until = policy.batch_until(now, round_trip, self.rules)
-        evicted = tuple(name for name in swap.victims if name != target.name)
-        made = Made(now, target.name, evicted, self._clients(target), seconds, refill)
-        out += self._wars.swapped(made, self._tenants, self.rules)
-
-    def _clients(self, target: Tenant) -> tuple[str, ...]:
-        """For whom it was brought in; of a long line the first."""
-        queues = [queue for queue in self._line.queues() if self._wanted(queue) == target.name]
-        firsts = (entry for queue in queues for entry in islice(queue.entries.values(), MANY))
-        return tuple(dict.fromkeys(entry.client for entry in firsts))
 
     def _on_swap_failed(self, event: SwapFailed, now: float, out: list[Effect]) -> None:
         swap = self._end_swap(event.swap)
@@ -544,7 +444,7 @@ class Scheduler:
             self._failures.add(swap.target.name, event.reason, now)
             self._restore = self._who_left(swap) if self.rules.rollback else None
         if swap.target is not None and swap.name not in event.residents:
-            for ticket in self._line.tickets(lambda q: self._wanted(q) == swap.name):
+            for ticket in self._line.tickets(lambda q: self._turns.wanted(q) == swap.name):
                 self._line.leave(ticket)
                 out.append(Refuse(ticket, event.code, event.reason, self.rules.retry_after))
         self._persist(now, out)
@@ -580,10 +480,7 @@ class Scheduler:
         resident = self._residents.pop(event.tenant, None)
         if resident is None:  # going or coming: the swap's own end tells
             return
-        tickets = tuple(resident.leases)
-        self._work_ended((resident,), now)
-        for ticket in tickets:
-            del self._leases[ticket]
+        tickets = self._cut((resident,), now)
         self._emptied = now
         out.append(Note("engine_lost", {"tenant": event.tenant, "reason": event.reason, "cut": len(tickets)}))
         if tickets:
@@ -595,11 +492,7 @@ class Scheduler:
         resident = self._residents.get(event.tenant)
         if resident is None or not resident.serves:
             return
-        tickets = tuple(resident.leases)
-        self._work_ended((resident,), now)
-        for ticket in tickets:
-            del self._leases[ticket]
-        resident.leases.clear()
+        tickets = self._cut((resident,), now)
         resident.stale = True
         out.append(Note("wedged", {"tenant": event.tenant, "reason": event.reason, "cut": len(tickets)}))
         if tickets:
@@ -615,18 +508,13 @@ class Scheduler:
         self._advance(now, out)
 
     def _on_break(self, event: Break, now: float, out: list[Effect]) -> None:
-        tickets = tuple(self._leases)
         worked = {client for resident in self._residents.values() for client, _, _ in resident.leases.values()}
-        self._work_ended(self._residents.values(), now)
-        for resident in self._residents.values():
-            resident.leases.clear()
-            resident.idle_since = now
-        self._leases.clear()
+        tickets = self._cut(self._residents.values(), now)
         gone = self._locks.break_glass(now, _blamed(event.client or event.peer, event.reason))
         who = {"client": event.client, "peer": event.peer, "cut": len(tickets)}
         whom = {"clients": sorted(worked)[:WHOM], "owners": list(gone.owners)}
         out.append(Note("released", {"reason": event.reason} | who | whom))
-        self._ended(gone.cut, now, out)
+        self._pins.ended(gone.cut, now, out)
         if tickets:
             out.append(Cut(tickets, event.reason))
         self._advance(now, out)
@@ -646,7 +534,7 @@ class Scheduler:
             out.append(Refuse(ticket, Code.UNKNOWN_MODEL, f"the preset {gone!r} was removed"))
         if self._name not in self._tenants:
             self._name = None
-        self._ended(self._locks.keep_presets(self._tenants, now), now, out)
+        self._pins.ended(self._locks.keep_presets(self._tenants, now), now, out)
         out.append(Note("presets", {"tenants": list(self._tenants)}))
         self._advance(now, out)
 
@@ -694,123 +582,26 @@ class Scheduler:
         self._answered(event.ticket, self._locks.renew(event.owner, event.ttl, now, token=event.token), now, out)
 
     def _answered(self, ticket: int, answer: object, now: float, out: list[Effect], **who: Any) -> None:
-        """Keep what changed, tell it, and let the card follow."""
-        match answer:
-            case Granted(preset=preset, owner=owner, fresh=fresh, moved_from=moved_from):
-                kind = "locked" if fresh or moved_from else "renewed"
-                out.append(Note(kind, {"owner": owner, "preset": preset, "token": answer.token, "ttl": answer.ttl}))
-                self._refuse_policed(now, out)
-            case Queued(owner=owner, preset=preset, position=position) if answer.news:
-                out.append(Note("lock_queued", {"owner": owner, "preset": preset, "position": position}))
-            case Unlocked(owners=owners, waiters=waiters) if owners or waiters:
-                fields = {"owners": list(owners), "waiters": list(waiters), "cut": [e.owner for e in answer.cut]}
-                out.append(Note("unlocked", fields | who))
-            case Refused(owner=owner, preset=preset, why=why):
-                out.append(Note("lock_refused", {"owner": owner, "preset": preset, "why": str(why)}))
-            case Denied(owner=owner):
-                out.append(Note("lock_denied", {"owner": owner} | who))
-        self._refuse_stale(now, out)
-        if self._locks.dirty(now):
-            self._persist(now, out)
+        self._pins.answered(answer, now, out, **who)
         out.append(Answer(ticket, answer))
         self._advance(now, out)
 
-    def _admitted(self, event: Request, wants: tuple[str, ...], now: float, out: list[Effect]) -> bool:
-        """Whether the lock lets a request in. The queue's head takes the free lock with its first one."""
-        verdict = self._locks.admit(wants, now, owner=event.owner, token=event.token)
-        match verdict:
-            case Stale():
-                out.append(Refuse(event.ticket, Code.LOCKED, verdict.message))
-                return False
-            case Policed():
-                out.append(Refuse(event.ticket, Code.MODEL_UNAVAILABLE, verdict.message, verdict.retry_after))
-                return False
-            case Granted():
-                out.append(Note("locked", {"owner": verdict.owner, "preset": verdict.preset, "token": verdict.token}))
-                self._refuse_policed(now, out)
-                self._persist(now, out)
-        return True
-
-    def _refuse_policed(self, now: float, out: list[Effect]) -> None:
-        """Whoever waits for another preset than the one that is pinned now."""
-        for ticket in self._line.tickets(lambda queue: not self._locks.allows(queue.wants)):
-            wants = self._line.queue_of(ticket).wants
-            self._line.leave(ticket)
-            policed = self._locks.police(wants, now)
-            out.append(Refuse(ticket, Code.MODEL_UNAVAILABLE, policed.message, policed.retry_after))
-
-    def _touch(self, tenant: str, owner: str | None, now: float, out: list[Effect]) -> None:
-        """Traffic under the lock refreshes it."""
-        self._locks.touch(tenant, owner, now)
-        if self._locks.dirty(now):
-            self._persist(now, out)
+    def _touch(self, resident: Resident, owner: str | None, now: float, out: list[Effect]) -> None:
+        self._pins.touch(resident.tenant.name, owner, now, out)
         self._rearm(now, out)
-
-    def _busy_owners(self) -> frozenset[str]:
-        """Whose work runs, or waits for the pinned preset: no silence of theirs counts.
-
-        Work that names nobody may be anybody's who pins its preset.
-        """
-        pinned = self._locks.preset
-        marks: list[str | None] = []
-        for name, resident in self._residents.items():
-            owners = [owner for _, _, owner in resident.leases.values()]
-            marks += owners if name == pinned else [owner for owner in owners if owner is not None]
-        for queue in self._line.queues():
-            if pinned in queue.wants:
-                marks += queue.owners
-        return self._locks.busy(marks)
-
-    def _work_ended(self, residents: Iterable[Resident], now: float) -> None:
-        """Leases are cut: that is the end of their work, from which their owners' time counts."""
-        for resident in residents:
-            for _, _, owner in resident.leases.values():
-                self._locks.touch(resident.tenant.name, owner, now)
-
-    def _refuse_stale(self, now: float, out: list[Effect]) -> None:
-        """Whoever waits with a token whose hold has ended meanwhile."""
-        for entry in self._line.with_token():
-            stale = None if entry.token is None else self._locks.check(entry.token, entry.owner, now)
-            if stale is not None:
-                self._line.leave(entry.number)
-                out.append(Refuse(entry.number, Code.LOCKED, stale.message))
-
-    def _ended(self, ended: tuple[Ended, ...], now: float, out: list[Effect]) -> None:
-        """Holds and places that ended without their owners' doing: everybody may see it."""
-        for end in ended:
-            kind = "lapsed" if end.token else "left_queue"
-            fields = {
-                "owner": end.owner,
-                "preset": end.preset,
-                "cause": str(end.cause),
-                "token": end.token,
-                "by": end.by,
-            }
-            out.append(Note(kind, fields | {"ago": round(now - end.at, 3)}))
-        if ended:
-            self._refuse_stale(now, out)
-            self._persist(now, out)
 
     # -------------------------------------------------------------------------------------------- timers
 
     def _on_tick(self, event: Tick, now: float, out: list[Effect]) -> None:
         self._armed = None
         gone, self._gone = self._gone, ()
-        self._ended(gone, now, out)
+        self._pins.ended(gone, now, out)
         self._advance(now, out)
 
     def _expire(self, now: float, out: list[Effect]) -> None:
         for entry in self._line.expired(now):
             out.append(self._busy(entry.number, f"waited {now - entry.since:.0f} s for the card, the longest allowed"))
-        self._look_at_locks(now, out)
-
-    def _look_at_locks(self, now: float, out: list[Effect]) -> None:
-        """Let lapse what is overdue, before anything is decided by it."""
-        moment = self._locks.next_moment
-        if moment is not None and moment <= now:
-            self._ended(self._locks.lapse(now, self._busy_owners()), now, out)
-            if self._locks.dirty(now):
-                self._persist(now, out)
+        self._pins.lapse(now, out)
 
     def _rearm(self, now: float, out: list[Effect]) -> None:
         """Ask for a Tick at the next moment that matters. One that comes too early does no harm."""
@@ -825,8 +616,8 @@ class Scheduler:
                 yield moment
         if self._swap is not None:
             return
-        if self._held is not None:
-            yield self._held
+        if self._turns.held is not None:
+            yield self._turns.held
         if self._drain is not None:
             deadline = self._drain.deadline(self._residents)
             if deadline is not None:
@@ -842,7 +633,7 @@ class Scheduler:
 
     def _persist(self, now: float, out: list[Effect]) -> None:
         out.append(
-            Persist({"mode": self.mode.value, "model": self._name, "lock": self._locks.save(now, self._busy_owners())})
+            Persist({"mode": self.mode.value, "model": self._name, "lock": self._locks.save(now, self._pins.busy())})
         )
 
     # ------------------------------------------------------------------------------------------- reading
@@ -850,12 +641,10 @@ class Scheduler:
     @property
     def mode(self) -> Mode:
         """The kind of tenant on the card, or on its way to it."""
-        for resident in self._residents.values():
-            if resident.serves:
-                return resident.tenant.mode
-        if self._swap is not None and self._swap.target is not None:
-            return self._swap.target.mode
-        return Mode.IDLE
+        first = self._card.first
+        if first is not None:
+            return first.tenant.mode
+        return self._swap.target.mode if self._swap is not None and self._swap.target is not None else Mode.IDLE
 
     @property
     def phase(self) -> Phase:
@@ -863,7 +652,7 @@ class Scheduler:
             return Phase.SWAPPING
         if self._drain is not None:
             return Phase.DRAINING
-        return Phase.SERVING if any(r.serves for r in self._residents.values()) else Phase.IDLE
+        return Phase.SERVING if self._card.first is not None else Phase.IDLE
 
     @property
     def inflight(self) -> int:
@@ -877,7 +666,8 @@ class Scheduler:
     @property
     def resident(self) -> str | None:
         """The tenant that serves now; with several, the one that came first."""
-        return next((n for n, r in self._residents.items() if r.serves), None)
+        first = self._card.first
+        return first.tenant.name if first is not None else None
 
     @property
     def locked(self) -> bool:
@@ -899,28 +689,16 @@ class Scheduler:
             name=self.nominal,
             target=self._bound_for,
             drain_deadline=self._drain.deadline(self._residents) if self._drain else None,
-            leases=tuple(
-                Held(ticket, r.tenant.name, client, since, owner)
-                for r in self._residents.values()
-                for ticket, (client, since, owner) in r.leases.items()
-            ),
+            leases=tuple(self._card.held()),
             waiting=tuple(self._line.view(self._bound_for)),
             locks=self._locks.standing(now),
-            kept=self._kept(now),
-            war=self._wars.at(now),
+            kept=self._turns.kept(now) if self._drain is None else None,
+            war=self._turns.war(now),
         )
-
-    def _kept(self, now: float) -> Kept | None:
-        if self._held is None or self._drain is not None:
-            return None
-        resident = max(self._residents.values(), key=lambda r: r.kept_until(now), default=None)
-        if resident is None or resident.kept_until(now) <= now:
-            return None
-        return Kept(resident.tenant.name, self._held, resident.turn.cost, not resident.leases)
 
     def lock_view(self, now: float) -> dict[str, Any]:
         """The lock book as it is persisted, without marking it as saved."""
-        return self._locks.view(now, self._busy_owners())
+        return self._locks.view(now, self._pins.busy())
 
     @property
     def _bound_for(self) -> str | None:
