@@ -7,7 +7,7 @@ import pytest
 from gpu_turnstile.engines.base import Health, Probe
 from gpu_turnstile.watchdog import Look, judge
 
-READY, DOWN = Probe(Health.READY), Probe(Health.DOWN, "no answer within 5 s")
+READY, DOWN = Probe(Health.READY), Probe(Health.SILENT, "no answer within 5 s")
 LIMIT = 100.0
 
 

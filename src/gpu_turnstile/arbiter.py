@@ -160,8 +160,10 @@ class Arbiter:
     async def start(self) -> None:
         """Find out who holds the card, from the engines themselves, and begin."""
         left = await self._adopt_all()
+        loading = [name for name in left if await self.seats[name].loading()]
         residents = await self._found()
-        stuck = (*residents[1:], *(name for name in left if name not in residents))
+        coming = self._alone([name for name in loading if name not in residents], left, residents)
+        stuck = (*residents[1:], *(name for name in left if name not in (*residents, coming)))
         now = self._clock()
         self._scheduler = Scheduler(
             (s.tenant for s in self.seats.values()),
@@ -169,6 +171,7 @@ class Arbiter:
             now=now,
             residents=residents[:1],
             stuck=stuck,
+            coming=coming,
             name=self._remembered.get("model"),
             locks=self._remembered.get("lock"),
             lock_ttl=self._lock_ttl,
@@ -214,6 +217,11 @@ class Arbiter:
                 left.append(name)
                 self.tell("adopted", {"tenant": name})
         return left
+
+    def _alone(self, loading: list[str], left: list[str], residents: list[str]) -> str | None:
+        """Who was being started when the earlier gate ended, if nobody is on the card who could not be beside it."""
+        others = len(left) - sum(name in residents for name in left) > 1 or (residents and not self._rules.colocate)
+        return loading[0] if len(loading) == 1 and not others else None
 
     async def _truth(self, names: Iterable[str]) -> list[str]:
         """Who of these is on the card, by what engines and runtimes say now."""
@@ -508,15 +516,16 @@ class Arbiter:
         target = order.target if isinstance(order, StartSwap) else None
         began = self._clock()
         try:
-            unfit = await self._has_no_room(target, order.evict)
+            coming = isinstance(order, StartSwap) and order.coming
+            unfit = None if coming else await self._has_no_room(target, order.evict)
             if unfit is not None:
                 self._feed(SwapFailed(order.swap, unfit, order.evict, code=Code.MODEL_UNAVAILABLE))
                 return
             problem, stuck = await self._evict(order.evict, target)
             if problem is None and target is not None:
-                await self._evict_strangers(target, order.evict)
-            if problem is None and target is not None:
-                problem = await self._admit(target)
+                if not coming:
+                    await self._evict_strangers(target, order.evict)
+                problem = await self._admit(target, coming)
                 if problem is not None:
                     stuck = await self._clean_up(target)
             residents = [] if problem is None else await self._truth((*order.evict, *([target] if target else [])))
@@ -595,7 +604,7 @@ class Arbiter:
             self._seated.pop(name, None)
         self.tell("evicted" if done.gone else "evict_failed", fields)
 
-    async def _admit(self, name: str) -> str | None:
+    async def _admit(self, name: str, coming: bool) -> str | None:
         began = self._clock()
         self.tell("admitting", {"tenant": name})
         seat = self.seats.get(name)
@@ -603,7 +612,7 @@ class Arbiter:
             return f"the preset {name!r} was removed while the card was made free for it"
         self._seated[name] = seat
         try:
-            await seat.admit()
+            await (seat.resume() if coming else seat.admit())
         except AdmitFailed as error:
             self.tell("admit_failed", {"tenant": name, "reason": str(error)})
             return str(error)

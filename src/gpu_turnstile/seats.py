@@ -145,7 +145,7 @@ class Seat:
             return False
         try:
             there = await self.runtime.adopt()
-            if there and self.bed is not None and await self.bed.engine.sleeping() is not False:
+            if there and await self._may_sleep():
                 await self.runtime.stop()  # what it will need, and keeps now, was known to the gate that is no more
                 return False
         except StopFailed as error:
@@ -154,6 +154,32 @@ class Seat:
         if there and self.keeper is not None:
             await self.keeper.adopted()
         return there
+
+    async def _may_sleep(self) -> bool:
+        """Whether nobody knows that it is awake. One that sleeps listens."""
+        if self.bed is None or await self.bed.engine.sleeping() is False:
+            return False
+        return (await self.engine.probe()).health is not Health.DOWN
+
+    async def loading(self) -> bool:
+        """Whether what was adopted does not serve yet and may come up: not if it hangs or says no."""
+        if not self.serves or not await self.runtime.alive():
+            return False
+        return (await self.engine.probe()).health in (Health.LOADING, Health.DOWN)
+
+    async def resume(self) -> None:
+        """Wait for what an earlier gate has begun to start. Raises AdmitFailed; then it may still be running."""
+        self._gone = gone = asyncio.get_running_loop().create_future()
+        try:
+            if not await self.runtime.alive():
+                raise AdmitFailed(_with_output(f"{self.tenant.name} ended while it was loading", self.runtime.output()))
+            if self.keeper is not None:
+                self.keeper.resuming()
+            await self._until_ready(gone)
+            if self.keeper is not None and not await self.keeper.ready():
+                raise AdmitFailed(f"{self.tenant.name} broke off over the conversations that it was given back")
+        finally:
+            self._gone = None
 
     async def admit(self) -> None:
         """Put it on the card and wait until it answers. Raises AdmitFailed; then nothing of it is left running."""

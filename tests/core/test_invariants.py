@@ -20,9 +20,9 @@ wants = st.lists(st.sampled_from(NAMES), min_size=1, max_size=3, unique=True).ma
 
 
 class Generated(RuleBasedStateMachine):
-    @initialize(rules=st.sampled_from(RULES))
-    def begin(self, rules):
-        self.world = World(rules)
+    @initialize(rules=st.sampled_from(RULES), coming=st.sampled_from([None, *NAMES]))
+    def begin(self, rules, coming):
+        self.world = World(rules, coming)
 
     @rule(wants=wants, visit=st.integers(0, 9), wait=st.sampled_from(WAITS))
     def ask(self, wants, visit, wait):
@@ -118,7 +118,7 @@ def test_the_invariants_hold_in_generated_runs():
 def stroll(seed: int, steps: int) -> int:
     """A random walk of `steps` events; faster than Hypothesis, and any failure is repeated by its seed."""
     rnd = random.Random(seed)
-    world = World(RULES[seed % len(RULES)])
+    world = World(RULES[seed % len(RULES)], rnd.choice([None, *NAMES]))
     while world.steps < steps:
         dice = rnd.random()
         if dice < 0.36:

@@ -338,6 +338,28 @@ def test_a_failed_swap_refuses_its_waiters_and_the_next_request_tries_again():
     p.do(req(2, "a")).see(StartSwap(2, "a"))
 
 
+def test_what_was_found_loading_is_waited_for_and_not_started_again():
+    p = Playbook(A, B, coming="a")
+    p.do(Tick()).see(StartSwap(1, "a", coming=True))
+    assert p.scheduler.snapshot(0.0).phase is Phase.SWAPPING
+    p.do(req(1, "a")).do(req(2, "b")).see()
+    p.at(5).do(SwapSucceeded(1)).see(Grant(1, "a"))
+    p.do(Release(1)).see(StartSwap(2, "b", ("a",)))
+
+
+def test_what_was_found_loading_and_does_not_come_up_is_a_failed_swap():
+    p = Playbook(A, B, coming="a")
+    p.do(Tick()).see(StartSwap(1, "a", coming=True))
+    p.do(req(1, "a")).do(req(2, "b")).see()
+    p.do(SwapFailed(1, "it ended", stuck=("a",))).see(
+        Refuse(1, Code.SWAP_FAILED, "it ended", 30.0), StartSwap(2, "b", ("a",))
+    )
+
+
+def test_what_was_found_loading_and_has_no_preset_any_more_is_nobodys():
+    Playbook(B, coming="a").do(Tick()).see().do(req(1, "b")).see(StartSwap(1, "b"))
+
+
 def test_after_a_failed_swap_the_truth_is_what_was_found_and_others_go_on():
     p = holding_a(B)
     p.do(req(2, "b")).see()

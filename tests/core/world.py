@@ -75,6 +75,7 @@ class Waiter:
 @dataclass
 class World:
     rules: Rules
+    coming: str | None = None  # what is found loading at the beginning
     now: float = 0.0
     tickets: int = 0
     waiting: dict[int, Waiter] = field(default_factory=dict)
@@ -92,7 +93,8 @@ class World:
 
     def __post_init__(self) -> None:
         self.tenants = {t.name: t for t in TENANTS}
-        self.scheduler = Scheduler(TENANTS, self.rules)
+        self.scheduler = Scheduler(TENANTS, self.rules, coming=self.coming)
+        self._do(Tick())
 
     # ------------------------------------------------------------------------------------------- what happens
 

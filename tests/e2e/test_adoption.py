@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -65,17 +66,65 @@ def test_an_engine_whose_preset_has_gone_or_changed_meanwhile_is_ended(gate):
     assert len(engines(gate)) == 1
 
 
+def ask_and_leave(gate: Gate, model: str) -> int:
+    """Have the gate begin to start an engine; its pid."""
+    with contextlib.suppress(httpx.HTTPError):
+        body = {"model": model, "messages": []}
+        httpx.post(f"{gate.url}/v1/chat/completions", json=body, trust_env=False, timeout=0.5)
+    (pid,) = engines(gate)
+    return pid
+
+
 def test_a_gate_killed_while_an_engine_loads_leaves_no_second_one_on_the_card(gate):
     write(gate.folder, [llama("a", "--sim-load-s", "2", path=str(gate.folder / "a.gguf"))])
     gate.start()
-    with contextlib.suppress(httpx.HTTPError):
-        httpx.post(f"{gate.url}/v1/chat/completions", json={"model": "a", "messages": []}, trust_env=False, timeout=0.5)
-    assert len(engines(gate)) == 1
+    ask_and_leave(gate, "a")
     gate.kill()
     gate.start()
     assert gate.chat("b").status_code == 200
     assert len(engines(gate)) == 1
     assert engine_pids(str(gate.folder / "b.gguf")) == engines(gate)
+
+
+def test_an_engine_that_was_loading_when_the_gate_was_killed_is_waited_for_and_not_started_again(gate):
+    write(gate.folder, [llama("a", "--sim-load-s", "4", path=str(gate.folder / "a.gguf"))])
+    gate.start()
+    pid = ask_and_leave(gate, "a")
+    for _ in range(2):
+        gate.kill()
+        gate.start()
+    status = httpx.get(f"{gate.url}/status", trust_env=False).json()
+    assert (status["phase"], status["target"]) == ("swapping", "a")
+    assert gate.chat("a").status_code == 200
+    assert engines(gate) == [pid]
+
+
+def test_one_that_ends_while_it_is_waited_for_is_started_by_the_next_request(gate):
+    write(gate.folder, [llama("a", "--sim-load-s", "3", path=str(gate.folder / "a.gguf"))])
+    gate.start()
+    pid = ask_and_leave(gate, "a")
+    gate.kill()
+    gate.start()
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(gate.chat, "a")
+        os.kill(pid, signal.SIGKILL)
+        refused = waiting.result(10)
+    assert refused.status_code == 503
+    assert "ended" in refused.text or "killed" in refused.text, refused.text
+    write(gate.folder, [llama("a", path=str(gate.folder / "a.gguf"))])
+    assert gate.chat("a").status_code == 200
+    assert pid not in engines(gate)
+
+
+def test_one_that_hangs_is_not_waited_for(gate):
+    gate.start()
+    assert gate.chat("a").status_code == 200
+    (pid,) = engines(gate)
+    gate.kill()
+    os.kill(pid, signal.SIGSTOP)
+    gate.start()
+    assert gate.chat("a").status_code == 200
+    assert pid not in engines(gate)
 
 
 def test_an_adopted_engine_that_holds_nothing_of_the_card_leaves_at_once(gate):

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import sys
 
+import httpx
 import pytest
 
 from gpu_turnstile.core.model import Phase
 from gpu_turnstile.sim.card import GB
 from tests.aio import run_async, until
-from tests.e2e.house import PresetText, house, llama, write
+from tests.e2e.gate import Gate
+from tests.e2e.house import PresetText, engine_pids, house, llama, write
 
 LOAD_S = 1.0
 
@@ -262,6 +265,23 @@ async def test_a_gate_that_finds_a_sleeper_ends_it_and_one_that_is_awake_stays(t
             assert alive(first) is not was_asleep
             if was_asleep:
                 h.app.arbiter.lost("s", "ended by the test")
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_one_that_was_loading_when_its_gate_was_killed_is_no_sleeper_and_is_waited_for(tmp_path, engine):
+    write(tmp_path, [sleeper("s", "--sim-load-s", "4", "--download-dir", str(tmp_path / "weights"), engine=engine)])
+    gate = Gate(tmp_path)
+    try:
+        gate.start()
+        with contextlib.suppress(httpx.HTTPError):
+            httpx.post(f"{gate.url}/v1/chat/completions", json={"model": "s"}, trust_env=False, timeout=0.5)
+        (first,) = engine_pids(str(tmp_path / "weights"))
+        gate.kill()
+        gate.start()
+        assert gate.chat("s").status_code == 200
+        assert engine_pids(str(tmp_path / "weights")) == [first]
+    finally:
+        gate.stop()
 
 
 @run_async

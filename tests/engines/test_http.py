@@ -125,5 +125,5 @@ def test_health_is_told_from_the_answer():
     assert probe_of(Reply(status=503, body=b"Loading model")).health is Health.LOADING
     assert probe_of(Reply(status=404)).health is Health.BROKEN
     assert probe_of(Reply(failure=Failure.UNREACHABLE, error="refused")).health is Health.DOWN
-    assert probe_of(Reply(failure=Failure.TIMEOUT, error="slow")).health is Health.DOWN
-    assert probe_of(Reply(failure=Failure.BROKEN, error="garbage")).health is Health.BROKEN
+    assert probe_of(Reply(failure=Failure.TIMEOUT, error="slow")).health is Health.SILENT
+    assert probe_of(Reply(failure=Failure.BROKEN, error="garbage")).health is Health.DOWN

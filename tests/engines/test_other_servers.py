@@ -92,10 +92,10 @@ def test_a_server_that_is_off_is_unreachable_and_unknown(case):
 
 
 @each
-@pytest.mark.parametrize("fault", ["down", "server_error"])
-def test_a_server_in_trouble_is_broken_and_its_release_uncertain(case, fault):
+@pytest.mark.parametrize(("fault", "health"), [("down", Health.DOWN), ("server_error", Health.BROKEN)])
+def test_a_server_in_trouble_is_seen_and_its_release_uncertain(case, fault, health):
     async def story(engine, sim, http):
-        assert (await engine.probe()).health is Health.BROKEN
+        assert (await engine.probe()).health is health
         assert (await engine.loaded(), await engine.busy()) == (None, None)
         return await engine.release()
 

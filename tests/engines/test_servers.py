@@ -44,9 +44,9 @@ class FakeLlama:
     [
         ({"status": "ok"}, Health.READY),
         (LOADING, Health.LOADING),
-        (HANG, Health.DOWN),
+        (HANG, Health.SILENT),
         ((500, ""), Health.BROKEN),
-        (CUT, Health.BROKEN),
+        (CUT, Health.DOWN),
     ],
 )
 def test_llama_server_is_ready_when_its_health_says_so(answer, health):

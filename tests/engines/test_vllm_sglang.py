@@ -34,7 +34,7 @@ def metrics(*lines):
 @every
 @pytest.mark.parametrize(
     ("answer", "health"),
-    [((200, ""), Health.READY), (HANG, Health.DOWN), ((500, ""), Health.BROKEN), (CUT, Health.BROKEN)],
+    [((200, ""), Health.READY), (HANG, Health.SILENT), ((500, ""), Health.BROKEN), (CUT, Health.DOWN)],
 )
 def test_they_are_ready_when_their_health_says_so(kind, answer, health):
     assert with_engine(kind, {"/health": answer}, lambda e, _: e.probe()).health is health

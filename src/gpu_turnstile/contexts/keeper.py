@@ -68,6 +68,13 @@ class Keeper:
         except OSError as error:
             self._book.fail(self.tenant, "save", f"its files cannot be looked at: {error.strerror or error}")
             self._known = {}
+        self._shelf.index.running = self._known or None
+        self._shelf.save()
+        self._checking = self._book.begin(self._check())
+
+    def resuming(self) -> None:
+        """An earlier gate has started it, and it still loads: what that gate wrote down about it holds."""
+        self._known = self._shelf.index.running or {}
         self._checking = self._book.begin(self._check())
 
     async def _check(self) -> None:
@@ -105,8 +112,7 @@ class Keeper:
     async def _ready(self, restore: bool, deadline: float) -> None:
         if not self._known:
             return
-        self._serving = self._shelf.index.running = self._known
-        self._shelf.save()
+        self._serving = self._known
         if not restore:
             return
         if self._checking is not None:

@@ -295,13 +295,15 @@ class Refuse:
 class StartSwap:
     """Evict `evict`, prove their memory back, then admit `target`.
 
-    `cut`: leases that are ended by force because the drain grace ran out; they need no Release any more.
+    `cut`: leases that are ended by force because the drain grace ran out; they need no Release any more. `coming`: an
+    earlier gate has started the target, which still loads: nothing is to be done but to wait for it.
     """
 
     swap: int
     target: str
     evict: tuple[str, ...] = ()
     cut: tuple[int, ...] = ()
+    coming: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,9 @@ WHOM = 20  # names of clients that are told of when all work was cut
 
 
 class Scheduler:
-    """See the module's docstring. `residents` is what was found on the card at the start, never remembered."""
+    """See the module's docstring. `residents` is what was found on the card at the start, never remembered; `coming`
+    what was found loading: from the first event on, a Tick, it is waited for as in any swap.
+    """
 
     def __init__(
         self,
@@ -80,6 +82,7 @@ class Scheduler:
         now: float = 0.0,
         residents: Iterable[str] = (),
         stuck: Iterable[str] = (),
+        coming: str | None = None,
         name: str | None = None,
         locks: dict[str, Any] | None = None,
         lock_ttl: float = TTL,
@@ -110,6 +113,7 @@ class Scheduler:
         for found in stuck:
             self._settle(found, self._tenants.get(found), now, stuck=True)
         self._away = self.rules.home is not None and self.rules.home not in self._residents
+        self._resumes = self._tenants.get(coming or "")
         self._handlers: dict[type[Any], Callable[[Any, float, list[Effect]], None]] = {
             Request: self._on_request,
             Cancel: self._on_cancel,
@@ -319,7 +323,15 @@ class Scheduler:
         self._begin(target, victims, now, out)
         return True
 
-    def _begin(self, target: Tenant | None, victims: dict[str, Resident], now: float, out: list[Effect]) -> None:
+    def _begin(
+        self,
+        target: Tenant | None,
+        victims: dict[str, Resident],
+        now: float,
+        out: list[Effect],
+        *,
+        coming: bool = False,
+    ) -> None:
         cut = self._cut(victims.values(), now)
         for name in victims:
             del self._residents[name]
@@ -332,7 +344,7 @@ class Scheduler:
         if target is None:
             out.append(StartUnload(self._swaps, evict, cut))
         else:
-            out.append(StartSwap(self._swaps, target.name, evict, cut))
+            out.append(StartSwap(self._swaps, target.name, evict, cut, coming))
 
     def _grant_in_place(self, now: float, out: list[Effect]) -> None:
         """While the residents drain, serve what an alias or capability can still be served with.
@@ -596,6 +608,9 @@ class Scheduler:
         self._armed = None
         gone, self._gone = self._gone, ()
         self._pins.ended(gone, now, out)
+        coming, self._resumes = self._resumes, None
+        if coming is not None:
+            self._begin(coming, {}, now, out, coming=True)
         self._advance(now, out)
 
     def _expire(self, now: float, out: list[Effect]) -> None:

@@ -19,7 +19,8 @@ from gpu_turnstile.core.model import Mode
 class Health(StrEnum):
     READY = "ready"  # answers work now
     LOADING = "loading"  # alive, not ready yet
-    DOWN = "down"  # no answer
+    DOWN = "down"  # nobody listens, or connections break before there is an answer: so Docker's proxy has it
+    SILENT = "silent"  # somebody listens and does not answer in time
     BROKEN = "broken"  # answers, but says it cannot serve
 
 

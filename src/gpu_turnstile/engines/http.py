@@ -153,11 +153,11 @@ def _text(error: Exception) -> str:
 
 
 def probe_of(reply: Reply) -> Probe:
-    """The usual reading of a health answer: 2xx ready, 'not now' loading, no answer down, the rest broken."""
+    """The usual reading of a health answer: 2xx ready, 'not now' loading, other statuses broken."""
     if reply.ok:
         return Probe(Health.READY)
-    if reply.failure in (Failure.UNREACHABLE, Failure.TIMEOUT):
-        return Probe(Health.DOWN, reply.reason)
+    if reply.failure is not None:
+        return Probe(Health.SILENT if reply.failure is Failure.TIMEOUT else Health.DOWN, reply.reason)
     if reply.status in LOADING_STATUS:
         return Probe(Health.LOADING, reply.reason)
     return Probe(Health.BROKEN, reply.reason)

@@ -107,11 +107,14 @@ class Sim(Generic[F]):
     # ------------------------------------------------------------------------------------ life
 
     def start(self) -> None:
-        """A fresh process; the runner calls this when the port is open."""
+        """A fresh process that has its port, on which nobody listens yet."""
         self.exit_code = None
         self.leaving.clear()
         self.exited.clear()
         self.begin()
+
+    async def before_listening(self) -> None:
+        """What it does before it takes connections; a process that ends meanwhile never takes any."""
 
     def exit(self, code: int) -> None:
         """The process ends: the runner closes the port (and a standalone process really exits)."""

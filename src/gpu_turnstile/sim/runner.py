@@ -28,8 +28,9 @@ async def serve(sim: Sim[Any], *, host: str = "127.0.0.1", port: int = 0) -> Asy
     listener = _bind(host, port)
     sim.url = f"http://{host}:{listener.getsockname()[1]}"
     door = _Door(sim)
-    await door.open(listener)
     sim.start()
+    await sim.before_listening()
+    await door.open(listener)
     watch = asyncio.ensure_future(_close_when_exited(sim, door))
     try:
         yield sim.url
@@ -56,12 +57,14 @@ async def _run(make: Callable[[], Sim[Any]], host: str, listener: socket.socket)
     port = listener.getsockname()[1]
     sim.url = f"http://{host}:{port}"
     door = _Door(sim)
-    await door.open(listener)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, sim.terminate)
-    print(f"simulated {sim.kind} listening on {sim.url} (pid {os.getpid()})", file=sys.stderr, flush=True)
     sim.start()
+    await sim.before_listening()
+    if not sim.leaving.is_set():
+        await door.open(listener)
+        print(f"simulated {sim.kind} listening on {sim.url} (pid {os.getpid()})", file=sys.stderr, flush=True)
     await sim.leaving.wait()
     sim.end()
     sys.stdout.flush()
@@ -83,7 +86,6 @@ def _bind(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
-        listener.listen(256)
     except OSError:
         listener.close()
         raise

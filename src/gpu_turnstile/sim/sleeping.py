@@ -69,6 +69,10 @@ class SleepingSim(TokenSim[SleepFaults]):
     def begin(self) -> None:
         self.spawn(self._load())
 
+    async def before_listening(self) -> None:
+        """As the real ones: while they load, connections are refused."""
+        await until(lambda: self.ready or self.leaving.is_set())
+
     def wipe(self) -> None:
         self.ready = self.asleep = False
 
