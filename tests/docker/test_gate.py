@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,13 +17,13 @@ from tests.e2e.house import PresetText, write
 SERVE = "echo ok > /www/health; exec httpd -f -p 8080 -h /www"
 
 
-def container(name: str) -> PresetText:
+def container(name: str, serve: str = SERVE) -> PresetText:
     text = f"""
 engine = "command"
 [runtime]
 kind = "docker"
 image = "{IMAGE}"
-command = ["sh", "-c", {SERVE!r}]
+command = ["sh", "-c", {serve!r}]
 gpus = []
 health = "/health"
 stop_grace_s = 1
@@ -59,6 +60,21 @@ def test_the_gate_swaps_containers_and_a_killed_one_finds_them_again(gate, daemo
     assert gate.chat("a").status_code == 501
     gate.stop()
     assert daemon.names() == set()
+
+
+def test_a_container_that_was_loading_when_the_gate_was_killed_is_waited_for(gate, daemon):
+    write(gate.folder, [container("a", f"sleep 5; {SERVE}")])
+    gate.start()
+    with contextlib.suppress(httpx.HTTPError):
+        httpx.post(f"{gate.url}/v1/chat/completions", json={"model": "a"}, trust_env=False, timeout=1.5)
+    before = daemon.inspect("turnstile-a")
+    assert before is not None
+    gate.kill()
+    gate.start()
+    assert gate.chat("a").status_code == 501
+    after = daemon.inspect("turnstile-a")
+    assert after is not None
+    assert after["Id"] == before["Id"]
 
 
 def test_while_docker_is_away_a_start_is_a_503_that_says_so_and_when_it_is_back_it_works(gate, daemon):
