@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "runtimes": ("runtimes",),
     "gpu": ("gpu", "sim.card"),
     "presets": ("core.model", "core.routes", "presets", "runtimes.units"),
-    "journal": ("journal",),
+    "journal": ("journal", "rounds"),
     "gateway": ("", "core.model", "core.routes", "arbiter", "gateway"),
     "control": (
         "",
@@ -46,14 +46,15 @@ MAY_IMPORT = {
     "sleepers": ("engines.base", "gpu", "runtimes.base"),
     "arbiter": ("core", "engines.base", "seats", "tally"),
     "jobs": ("arbiter", "engines"),
-    "bypass": ("arbiter", "engines", "jobs", "seats"),
-    "watchdog": ("arbiter", "core.model", "engines.base", "seats"),
+    "bypass": ("arbiter", "engines", "jobs", "rounds", "seats"),
+    "watchdog": ("arbiter", "core.model", "engines.base", "rounds", "seats"),
     "warm": ("arbiter", "core.model", "engines"),
     "settings": ("core.policy", "core.routes", "presets.values"),
     "simulate": ("core", "journal.schema", "presets.errors", "simulate"),
     "contention": ("journal.schema",),
     "tally": (),
     "prefetch": (),
+    "rounds": (),
 }
 
 

@@ -37,7 +37,8 @@ from gpu_turnstile.gpu.gauge import Gauge
 from gpu_turnstile.gpu.select import open_card
 from gpu_turnstile.jobs import JobBook
 from gpu_turnstile.journal.active import Journal, load
-from gpu_turnstile.journal.history import History, Lookout
+from gpu_turnstile.journal.history import History
+from gpu_turnstile.journal.lookout import Lookout
 from gpu_turnstile.prefetch import Prefetcher
 from gpu_turnstile.presets.errors import PresetError
 from gpu_turnstile.presets.files import model_files
@@ -124,6 +125,7 @@ class App:
         self.control = Upstream("control", "unix:")
         self.gateway = Gateway(self.arbiter, self._table(), self.control, wiring.options(settings), self.jobs.follow)
         self.watchdog = Watchdog(self.arbiter, self.gateway.quiet, settings.llmc_watchdog_s)
+        self._rounds = (self.bypass.rounds, self.lookout.rounds, self.watchdog.rounds)
         self.arbiter.watch(self._on_note)
         if settings.warm_model and self.seating.has_external(OLLAMA):
             self._warmer = Warmer(self.arbiter, OLLAMA, settings.warm_model)
@@ -158,9 +160,8 @@ class App:
         await self._probe_externals()
         self.history.start()
         await self.arbiter.start()
-        self.bypass.start()
-        self.lookout.start()
-        self.watchdog.start()
+        for rounds in self._rounds:
+            rounds.start()
         self._start_task(self._watch_presets())
         try:
             await self._listen()
@@ -220,9 +221,8 @@ class App:
         self.gateway.stop_listening()
         await self._end_tasks()
         self.prefetcher.cancel()
-        await self.bypass.stop()
-        await self.lookout.stop()
-        await self.watchdog.stop()
+        for rounds in self._rounds:
+            await rounds.stop()
         self.dorm.closed = True
         await self.arbiter.shutdown(self.settings.shutdown_timeout)
         await self.dorm.close()

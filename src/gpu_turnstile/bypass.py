@@ -10,7 +10,6 @@ hold the card:
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ import structlog
 from gpu_turnstile.arbiter import Arbiter, Ticket
 from gpu_turnstile.engines.comfyui import ComfyUI
 from gpu_turnstile.jobs import JobBook
+from gpu_turnstile.rounds import Rounds
 from gpu_turnstile.seats import Seat
 
 log = structlog.get_logger("bypass")
@@ -39,33 +39,15 @@ class BypassWatch:
         """`interval` in seconds, 0 = never look; `wait`: jobs sent past the gate get a ticket."""
         self._arbiter = arbiter
         self._jobs = jobs
-        self._interval = interval
         self._wait = wait
         self._seen: dict[str, Bypass] = {}
         self._waiting: dict[str, Ticket] = {}
-        self._task: asyncio.Task[None] | None = None
+        self.rounds = Rounds("looking for work past the gate", self.look, interval)
         arbiter.before_evict = self.look_at
-
-    def start(self) -> None:
-        if self._interval > 0:
-            self._task = asyncio.get_running_loop().create_task(self._watch())
-
-    async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
 
     def view(self) -> list[dict[str, Any]]:
         now = self._arbiter.now
         return [{"tenant": b.tenant, "what": b.what, "age_s": round(now - b.since, 3)} for b in self._seen.values()]
-
-    async def _watch(self) -> None:
-        while True:
-            try:
-                await self.look()
-            except Exception:
-                log.exception("looking for work past the gate failed")
-            await asyncio.sleep(self._interval)
 
     async def look(self) -> None:
         """Look once at every engine that others run."""

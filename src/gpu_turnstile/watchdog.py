@@ -18,7 +18,6 @@ Silence alone never ends anything.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ import structlog
 from gpu_turnstile.arbiter import Arbiter
 from gpu_turnstile.core.model import Mode
 from gpu_turnstile.engines.base import Health, Probe
+from gpu_turnstile.rounds import Rounds
 from gpu_turnstile.seats import Seat
 
 log = structlog.get_logger("watchdog")
@@ -106,29 +106,20 @@ def _diagnosis(look: Look, seconds: float) -> str | None:
 
 
 class Watchdog:
-    """Begins with `start`. `quiet`: seconds for which each tenant has sent nothing of some request."""
+    """`quiet`: seconds for which each tenant has sent nothing of some request."""
 
     def __init__(self, arbiter: Arbiter, quiet: Callable[[], Mapping[str, float]], limit: float) -> None:
         """`limit`: seconds without a byte or any progress until an engine is taken for stuck; 0 = never look."""
         self._arbiter = arbiter
         self._quiet = quiet
         self._patience = limit / 2  # half of it passes before an engine is looked at, half while it is
-        self._pause = min(max(limit / LOOKS, FASTEST), SLOWEST)
         self._left: dict[str, float] = {}  # tenants that a client has left, and when
         self._suspicions: dict[str, Suspicion] = {}
-        self._task: asyncio.Task[None] | None = None
+        pause = min(max(limit / LOOKS, FASTEST), SLOWEST) if limit > 0 else 0.0
+        self.rounds = Rounds("looking for stuck engines", self._round, pause)
         self.restarts = 0
         if limit > 0:
             arbiter.on_abandoned = self._abandoned
-
-    def start(self) -> None:
-        if self._patience > 0:
-            self._task = asyncio.get_running_loop().create_task(self._watch())
-
-    async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
 
     def view(self) -> list[dict[str, Any]]:
         """What is under suspicion: tenant and seconds without progress."""
@@ -140,14 +131,6 @@ class Watchdog:
 
     def _abandoned(self, tenant: str) -> None:
         self._left[tenant] = time.monotonic()
-
-    async def _watch(self) -> None:
-        while True:
-            try:
-                await self._round()
-            except Exception:
-                log.exception("looking for stuck engines failed")
-            await asyncio.sleep(self._pause)
 
     async def _round(self) -> None:
         quiet = self._quiet()

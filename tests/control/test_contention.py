@@ -15,7 +15,8 @@ from gpu_turnstile.control import contention
 from gpu_turnstile.control.contention import moment, window_of
 from gpu_turnstile.control.problems import Refusal
 from gpu_turnstile.gpu.base import Holder, Reading
-from gpu_turnstile.journal.history import History, Lookout
+from gpu_turnstile.journal.history import History
+from gpu_turnstile.journal.lookout import Lookout
 from tests.control.fakes import Stage, run, stage
 
 NOW = 1_790_000_000.0

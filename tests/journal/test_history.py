@@ -20,7 +20,8 @@ from structlog.testing import capture_logs
 from gpu_turnstile.gpu.base import Holder, Reading
 from gpu_turnstile.journal import history as module
 from gpu_turnstile.journal import schema
-from gpu_turnstile.journal.history import History, HistoryError, LeaseRow, Lookout, bundled
+from gpu_turnstile.journal.history import History, HistoryError, LeaseRow, bundled
+from gpu_turnstile.journal.lookout import Lookout, lineage, strangers
 from gpu_turnstile.journal.schema import FILE_NAME, Event, Lease
 
 T = TypeVar("T")
@@ -505,11 +506,11 @@ def test_strangers_on_the_card_are_written_down_when_they_change(kept: History) 
 def test_a_child_of_an_engine_is_ours_and_a_stranger_has_a_lineage() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        line = module.lineage(child.pid)
+        line = lineage(child.pid)
         assert line[:2] == (child.pid, os.getpid())
         holder = Holder(child.pid, "python", 5 << 30)
-        assert module.strangers([holder], frozenset()) == {}
-        assert module.lineage(999_999_999) == (999_999_999,)
+        assert strangers([holder], frozenset()) == {}
+        assert lineage(999_999_999) == (999_999_999,)
     finally:
         child.communicate()
 
@@ -520,10 +521,10 @@ def test_a_card_that_cannot_be_read_does_not_hide_open_leases(kept: History) -> 
 
     async def scenario() -> None:
         lookout = Lookout(kept, read=broken, ours=pids(), leases=lambda: [row(3, end=schema.OPEN)], interval=0.01)
-        lookout.start()
+        lookout.rounds.start()
         while not (await kept.leases(*ALL)):  # noqa: ASYNC110 (`run` bounds it)
             await asyncio.sleep(0.005)
-        await lookout.stop()
+        await lookout.rounds.stop()
 
     with capture_logs():
         run(scenario())

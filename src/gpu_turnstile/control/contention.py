@@ -17,7 +17,8 @@ from pydantic import BaseModel, Field
 
 from gpu_turnstile.contention import Kind, Who, Window, as_json, judge
 from gpu_turnstile.control.problems import Refusal
-from gpu_turnstile.journal.history import HistoryError, Lookout
+from gpu_turnstile.journal.history import HistoryError
+from gpu_turnstile.journal.lookout import Lookout
 
 AHEAD = 5.0  # seconds that the caller's clock may be ahead of ours
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}

@@ -14,7 +14,8 @@ from gpu_turnstile.arbiter import Arbiter
 from gpu_turnstile.contexts.book import Book
 from gpu_turnstile.gateway.server import Gateway
 from gpu_turnstile.gpu.gauge import Gauge
-from gpu_turnstile.journal.history import History, Lookout
+from gpu_turnstile.journal.history import History
+from gpu_turnstile.journal.lookout import Lookout
 from gpu_turnstile.presets.schema import Preset
 from gpu_turnstile.presets.store import PresetStore
 from gpu_turnstile.settings import Settings

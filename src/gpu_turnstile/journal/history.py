@@ -12,21 +12,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-import psutil
 import structlog
 
 from gpu_turnstile.journal import schema
-from gpu_turnstile.journal.schema import FILE_NAME, HOLDERS, Event, Holder, Lease, Record
+from gpu_turnstile.journal.schema import FILE_NAME, Event, Lease, Record
 
 log = structlog.get_logger("history")
 T = TypeVar("T")
@@ -48,11 +46,6 @@ READ_TIMEOUT = 10.0
 TEXT_LIMIT = 200  # characters of a name
 FIELDS_LIMIT = 32_000  # characters of a note's fields
 LOST = "history_lost"
-
-FLOOR = 50 << 20  # bytes a process must hold to be written down …
-STEP = 64 << 20  # … and what it must gain or lose to be written down again
-HOLDERS_LIMIT = 64
-AFRESH = 3600.0  # seconds after which a sample is written though nothing changed
 
 LeaseRow = tuple[int, str, str, str | None, float, float, str]
 """ticket, tenant, client, owner, since, until, how it ended; both times on `time.monotonic`."""
@@ -373,10 +366,11 @@ def _event(kind: str, at: float, fields: dict[str, Any]) -> Event:
     client = fields.get("client") or fields.get("caller") or fields.get("peer") or fields.get("owner")
     length = len(str(fields))
     kept = fields if length <= FIELDS_LIMIT else {"too_long": length}
-    return Event(at, kind, kept, 0, _text(tenant) if tenant else None, _text(client) if client else None)
+    return Event(at, kind, kept, 0, short(tenant) if tenant else None, short(client) if client else None)
 
 
-def _text(value: object) -> str:
+def short(value: object) -> str:
+    """A name as it is stored."""
     return str(value)[:TEXT_LIMIT].encode("utf-8", "replace").decode()
 
 
@@ -414,119 +408,5 @@ def bundled(rows: list[LeaseRow], offset: float, apart: set[int]) -> list[Lease]
 
 def _lease(row: LeaseRow, offset: float) -> Lease:
     ticket, tenant, client, owner, since, until, end = row
-    named = None if owner is None else _text(owner)
-    return Lease(ticket, _text(tenant), _text(client), named, since + offset, until + offset, end)
-
-
-# ------------------------------------------------------------------------------- what nobody tells the gate
-
-
-class _Process(Protocol):
-    """A process as a reading of the card lists it."""
-
-    @property
-    def pid(self) -> int: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def used(self) -> int | None: ...
-
-
-class _Reading(Protocol):
-    @property
-    def holders(self) -> Sequence[_Process] | None: ...
-
-
-class Lookout:
-    """Looks every BEAT seconds at what no note says: which leases are open, and who else holds memory of the card."""
-
-    def __init__(
-        self,
-        history: History,
-        *,
-        read: Callable[[], Awaitable[_Reading | None]],
-        ours: Callable[[], Awaitable[Iterable[int]]],
-        leases: Callable[[], Iterable[LeaseRow]],
-        interval: float = BEAT,
-    ) -> None:
-        """`read`: the card; `ours`: pids of engines (their descendants, and the gate's own, are ours as well)."""
-        self.history = history
-        self._read = read
-        self._ours = ours
-        self._leases = leases
-        self._interval = interval
-        self._last: dict[int, Holder] | None = None
-        self._said_at: float | None = None
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._watch())
-
-    async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
-
-    async def _watch(self) -> None:
-        while True:
-            try:
-                await self.look()
-            except Exception:
-                log.exception("looking at the card failed")
-            await asyncio.sleep(self._interval)
-
-    async def look(self) -> None:
-        """Write down what is to be seen now."""
-        try:
-            reading = await self._read()
-            listed = None if reading is None else reading.holders
-            found = None
-            if listed is not None:
-                found = await asyncio.to_thread(strangers, listed, frozenset(await self._ours()))
-            self._note(found)
-        finally:
-            self.history.beat(self._leases())
-
-    def _note(self, found: dict[int, Holder] | None) -> None:
-        now = time.monotonic()
-        if self._said_at is not None and now - self._said_at < AFRESH and not _differs(self._last, found):
-            return
-        self._last, self._said_at = found, now
-        listed = None
-        if found is not None:
-            listed = [
-                {"pid": h.pid, "name": h.name, "used": h.used, "lineage": list(h.lineage)} for h in found.values()
-            ]
-        self.history.take(HOLDERS, {"holders": listed})
-
-
-def _differs(before: dict[int, Holder] | None, now: dict[int, Holder] | None) -> bool:
-    if before is None or now is None:
-        return before is not now
-    if before.keys() != now.keys():
-        return True
-    return any(
-        (holder.used is None) != (before[pid].used is None) or abs((holder.used or 0) - (before[pid].used or 0)) >= STEP
-        for pid, holder in now.items()
-    )
-
-
-def strangers(listed: Iterable[_Process], ours: frozenset[int]) -> dict[int, Holder]:
-    """Processes on the card that are neither the gate's nor its engines' nor began by these. Reads /proc."""
-    found: dict[int, Holder] = {}
-    for process in listed:
-        if process.used is not None and process.used < FLOOR:
-            continue
-        line = lineage(process.pid)
-        if ours.isdisjoint(line) and os.getpid() not in line:
-            found[process.pid] = Holder(process.pid, _text(process.name), process.used, line)
-    biggest = sorted(found.values(), key=lambda h: -(h.used or 0))[:HOLDERS_LIMIT]
-    return {holder.pid: holder for holder in biggest}
-
-
-def lineage(pid: int) -> tuple[int, ...]:
-    """The pid and its ancestors, nearest first, as far as they can be seen."""
-    try:
-        return (pid, *(parent.pid for parent in psutil.Process(pid).parents()))
-    except psutil.Error:
-        return (pid,)
+    named = None if owner is None else short(owner)
+    return Lease(ticket, short(tenant), short(client), named, since + offset, until + offset, end)
