@@ -54,7 +54,10 @@ class Habits:
 
     def used(self, client: str, now: float) -> float:
         """Seconds of the card it had lately while others waited; older ones count less."""
-        seconds, at = self._used.get(client, (0.0, now))
+        known = self._used.get(client)
+        if known is None:
+            return 0.0
+        seconds, at = known
         return float(seconds * 0.5 ** ((now - at) / HALF_LIFE))
 
 

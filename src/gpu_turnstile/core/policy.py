@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 FAIR_STEP = 60.0  # seconds of the card; two clients whose share differs by less are equal
 
@@ -94,8 +95,7 @@ def lingers(gap: float | None, turn: Turn, rules: Rules) -> float:
     return gap if gap is not None and gap <= longest else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
+class Head(NamedTuple):
     """The oldest ticket of one queue, with what the policy may know about it."""
 
     seq: int
