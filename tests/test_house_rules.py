@@ -36,6 +36,7 @@ MAY_IMPORT = {
         "gpu",
         "engines.base",
         "seats",
+        "sleepers",
         "contention",
         "contexts",
         "journal",

@@ -143,6 +143,7 @@ class App:
             history=self.history,
             lookout=self.lookout,
             contexts=self.contexts,
+            dorm=self.dorm,
             refresh=self.refresh,
             register=self.register,
             remove=self.remove,

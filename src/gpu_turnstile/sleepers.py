@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -33,6 +34,7 @@ SETTLE_POLL = 0.01  # seconds between two looks at the card
 IDLE_WITHIN = 3.0  # seconds for work whose clients were cut off to end
 IDLE_POLL = 0.05  # seconds between two looks
 FAILURES = 2  # in a row, after which an engine is stopped as if it could not sleep
+EVENTS = ("asleep", "awake", "sleep_failed", "wake_failed", "sleeper_ended")
 
 Tell = Callable[[str, dict[str, Any]], None]
 
@@ -61,11 +63,15 @@ class Costs:
 
 
 class Dorm:
-    """`limit`: bytes of main memory that sleepers may hold together; 0 = no limit. `tell` hears what people may."""
+    """`limit`: bytes of main memory that sleepers may hold together; 0 = no limit. `tell` hears what people may.
+
+    `counts`: how often each of these happened, by the event's name.
+    """
 
     def __init__(self, limit: int, tell: Tell) -> None:
         self.limit = limit
-        self.tell = tell
+        self.counts = Counter(dict.fromkeys(EVENTS, 0))
+        self._tell = tell
         self.closed = False  # nobody is put to sleep any more
         self._asleep: list[Bed] = []  # longest first
         self._known: set[Bed] = set()
@@ -74,6 +80,20 @@ class Dorm:
     def know(self, beds: Iterable[Bed | None]) -> None:
         """The beds of the presets there are now. Whoever sleeps in another is ended by the next `sweep`."""
         self._known = {bed for bed in beds if bed is not None}
+
+    def tell(self, kind: str, fields: dict[str, Any]) -> None:
+        self.counts[kind] += 1
+        self._tell(kind, fields)
+
+    @property
+    def sleeping(self) -> int:
+        """How many sleep."""
+        return len(self._asleep)
+
+    @property
+    def ram(self) -> int:
+        """Bytes of main memory that they hold."""
+        return sum(bed.ram for bed in self._asleep)
 
     @property
     def occupied(self) -> bool:
@@ -101,7 +121,7 @@ class Dorm:
         if self.limit and size > self.limit:
             return False
         async with self._ending:
-            while self.limit and sum(bed.ram for bed in self._asleep) + size > self.limit:
+            while self.limit and self.ram + size > self.limit:
                 longest = next(bed for bed in self._asleep if bed.ram)
                 await self._end(longest, "others need the main memory it holds (LLMC_SLEEP_RAM_GB)")
         return True

@@ -270,6 +270,16 @@ async def test_metrics_show_the_line_while_it_stands(tmp_path):
 
 
 @run_async
+async def test_every_metric_is_in_the_documentation_and_no_other(tmp_path):
+    docs = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+    named = {name.removesuffix("_total") for name in re.findall(r"^\| `(gpu_turnstile_\w+)", docs, re.MULTILINE)}
+    async with house(tmp_path, presets=[llama("a")], **two(tmp_path)) as h:
+        text = (await h.http.get(f"{h.gate}/metrics")).text
+    there = {line.split()[2].removesuffix("_total") for line in text.splitlines() if line.startswith("# TYPE")}
+    assert there == named
+
+
+@run_async
 async def test_an_unload_that_did_not_succeed_is_counted(tmp_path):
     async with house(tmp_path, alarms=True, unload_timeout=0.2, **two(tmp_path)) as h:
         before = (await h.http.get(f"{h.gate}/metrics")).text

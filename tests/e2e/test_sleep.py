@@ -77,6 +77,9 @@ async def test_a_preset_that_sleeps_returns_with_the_same_process_and_sooner_tha
         assert alive(first)
         assert h.card.held_by("s") < 600 * 2**20
         assert h.view.residents == ("a",)
+        metrics = (await h.http.get(f"{h.gate}/metrics")).text
+        assert "\ngpu_turnstile_asleep 1.0\n" in metrics
+        assert '\ngpu_turnstile_sleep_events_total{event="asleep"} 1.0\n' in metrics
         engines = (await h.http.get(f"{h.gate}/status")).json()["engines"]
         assert {e["name"]: (e["on_card"], e["asleep"]) for e in engines} == {"s": (False, True), "a": (True, False)}
         assert (await h.chat("s")).status_code == 200

@@ -19,6 +19,7 @@ from gpu_turnstile.journal.lookout import Lookout
 from gpu_turnstile.presets.schema import Preset
 from gpu_turnstile.presets.store import PresetStore
 from gpu_turnstile.settings import Settings
+from gpu_turnstile.sleepers import Dorm
 
 
 @dataclass
@@ -32,7 +33,7 @@ class House:
     `bypass`: work sent past the gate: dicts with `tenant`, `what`, `age_s`.
     `suspects`: engines that may be stuck: dicts with `tenant`, `seconds` without progress. `restarts`: how many were.
     `gauge`: the card, where one can be read. `http`: asks the external Ollama for its models; None = it is not asked.
-    `contexts`: what is known of saved conversations; None = none are saved.
+    `contexts`: what is known of saved conversations; None = none are saved. `dorm`: who sleeps.
     """
 
     settings: Settings
@@ -54,3 +55,4 @@ class House:
     suspects: Callable[[], list[dict[str, Any]]] = list
     restarts: Callable[[], int] = int
     contexts: Book | None = None
+    dorm: Dorm | None = None

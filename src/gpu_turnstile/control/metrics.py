@@ -27,6 +27,7 @@ from gpu_turnstile.control.given import TheFeed, TheHouse
 from gpu_turnstile.control.house import House
 from gpu_turnstile.core.model import Mode
 from gpu_turnstile.engines.base import JobEnd
+from gpu_turnstile.sleepers import EVENTS
 from gpu_turnstile.tally import Histogram
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -59,6 +60,7 @@ class _Collector(Collector):
         yield from self._line()
         yield from self._locks()
         yield from self._contexts()
+        yield from self._sleepers()
         yield from self._traffic()
         yield InfoMetricFamily(P[:-1], "The running program", {"version": __version__})
 
@@ -146,6 +148,17 @@ class _Collector(Collector):
         for kind in FAILURES:
             failures.add_metric([kind], counts.failures[kind])
         yield failures
+
+    def _sleepers(self) -> Iterator[Metric]:
+        dorm = self._house.dorm
+        if dorm is None:
+            return
+        yield GaugeMetricFamily(P + "asleep", "Engines that sleep", dorm.sleeping)
+        yield GaugeMetricFamily(P + "asleep_ram_bytes", "Main memory that they hold", dorm.ram)
+        events = CounterMetricFamily(P + "sleep_events", "What became of engines that can sleep", labels=["event"])
+        for event in EVENTS:
+            events.add_metric([event], dorm.counts[event])
+        yield events
 
     def _traffic(self) -> Iterator[Metric]:
         gateway = self._house.gateway
