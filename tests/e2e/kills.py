@@ -91,7 +91,8 @@ class Kills:
         self.gate.start()
         before = self.running()
         status = httpx.get(f"{self.gate.url}/status", trust_env=False, verify=False).json()
-        known = sorted([*status["residents"], *status["stuck"]])
+        coming = [status["target"]] if status["phase"] == "swapping" else []
+        known = sorted([*status["residents"], *status["stuck"], *coming])
         assert known in (before, self.running()), status
-        what = "it serving" if status["residents"] else "it not ready" if known else "nothing"
+        what = "it serving" if status["residents"] else "it loading" if coming else "it hanging" if known else "nothing"
         self.found[what] = self.found.get(what, 0) + 1
