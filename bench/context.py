@@ -80,22 +80,24 @@ class Bench:
     def __init__(self, app: App, http: httpx.AsyncClient) -> None:
         self.app, self.http = app, http
         self.swaps: list[float] = []
+        self.answer = ""  # the last one
         app.arbiter.watch(self._hear)
 
     def _hear(self, kind: str, fields: dict[str, Any]) -> None:
         if kind == "swapped":
             self.swaps.append(fields["seconds"])
 
-    async def ask(self, name: str, model: str, text: str) -> Row:
-        """One streamed answer; the swap it needed, if it did."""
+    async def ask(self, name: str, model: str, *turns: str) -> Row:
+        """One streamed answer to a conversation of the user's and the model's turns; the swap it needed, if it did."""
         body = {
             "model": model,
             "stream": True,
             "stream_options": {"include_usage": True},
             "max_tokens": 4,
-            "messages": [{"role": "user", "content": text}],
+            "messages": [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(turns)],
         }
         self.swaps.clear()
+        self.answer = ""
         first, usage, began = 0.0, {}, time.monotonic()
         url = f"http://127.0.0.1:{self.app.port('llm')}/v1/chat/completions"
         async with self.http.stream("POST", url, json=body) as answer:
@@ -104,8 +106,10 @@ class Bench:
                 if not line.startswith("data: {"):
                     continue
                 chunk = json.loads(line[6:])
-                if not first and any(choice["delta"].get("content") for choice in chunk["choices"]):
+                words = "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
+                if words and not first:
                     first = time.monotonic() - began
+                self.answer += words
                 usage = chunk.get("usage") or usage
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         return Row(name, first, sum(self.swaps), usage["prompt_tokens"], cached)
@@ -153,8 +157,9 @@ async def measure(count: int, model: Path | None) -> tuple[list[Row], dict[str, 
                 rows = [await bench.ask("cold", "long", session("a")), await bench.ask("warm", "long", session("a"))]
                 await bench.ask("", "other", "hello")
                 rows.append(await bench.ask("restored", "long", session("a")))
+                said = bench.answer
                 await bench.ask("", "other", "hello")
-                rows.append(await bench.ask("restored, one turn more", "long", session("a") + " and now?"))
+                rows.append(await bench.ask("restored, one turn more", "long", session("a"), said, "and now?"))
                 assert app.contexts is not None
                 size, sizes = app.contexts.store.size, await alternate(bench, count)
                 return rows, {"bytes": size, "sizes": sizes, "failures": dict(app.contexts.counts.failures)}
