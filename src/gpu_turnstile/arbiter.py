@@ -2,7 +2,7 @@
 
 The only caller of `Scheduler.handle`, and only from its own loop. The hot path, a tenant that holds the card and
 nobody waiting, is one synchronous call: `acquire` returns a ticket that is a lease already. Everything slow (starting,
-stopping, waiting for memory) happens in one task at a time, whose end is just another event.
+stopping, waiting for memory: `swaps.py`) happens in one task at a time, whose end is just another event.
 
 Kept true here: every ticket given out is answered once, by its return value or by `on_answer`; a lease that was cut
 is told by `on_cut`; what people may want to know goes to `watch`ers, and a watcher that fails disturbs nobody.
@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,7 +24,6 @@ from gpu_turnstile.core.model import (
     Answer,
     Break,
     Cancel,
-    Code,
     Cut,
     Effect,
     EngineLost,
@@ -42,12 +41,10 @@ from gpu_turnstile.core.model import (
     SetMode,
     SetTimer,
     Shutdown,
-    Sized,
     Snapshot,
     StartSwap,
     StartUnload,
     SwapFailed,
-    SwapSucceeded,
     Tick,
     Unload,
     Unlock,
@@ -55,8 +52,8 @@ from gpu_turnstile.core.model import (
 )
 from gpu_turnstile.core.policy import Rules
 from gpu_turnstile.core.scheduler import Scheduler
-from gpu_turnstile.engines.base import Health
-from gpu_turnstile.seats import GB, AdmitFailed, Evicted, Seat
+from gpu_turnstile.seats import Seat
+from gpu_turnstile.swaps import Swaps
 from gpu_turnstile.tally import Histogram
 
 log = structlog.get_logger("arbiter")
@@ -118,19 +115,14 @@ class Arbiter:
         is called in a thread. `lock_ttl` in seconds.
         `fail_closed`: nobody is started on a card that cannot be read.
         """
-        self.seats = {seat.tenant.name: seat for seat in seats}
         self.waits = Waits()
-        self.unload_seconds = Histogram()
-        self.unload_failures = 0  # evictions after which memory did not come back, or nobody said that it would
-        self.before_evict: Callable[[str], Awaitable[None]] | None = None  # a last look at who is to leave
-        self.swap_seconds = Histogram()
+        self.swaps = Swaps(seats, rules, self.tell, fail_closed=fail_closed)
         self._rules = rules
         self._remember = remember
         self._remembered = remembered or {}
         self._durable = durable
         self.saves = True  # whether the answer to the last lock call is on disk
         self._lock_ttl = lock_ttl
-        self._fail_closed = fail_closed
         self._calls: dict[int, asyncio.Future[Any]] = {}  # lock calls that wait for their answer
         self._clock = time.monotonic
         self._scheduler = Scheduler((s.tenant for s in self.seats.values()), rules)
@@ -144,7 +136,6 @@ class Arbiter:
         self._watchers: list[Watcher] = []
         self.on_lease_end: Callable[[LeaseRow], None] | None = None  # hot: must not block or raise
         self.on_abandoned: Callable[[str], None] | None = None  # a client left in the middle of a tenant's work
-        self._seated: dict[str, Seat] = {}  # what runs under a name now, whatever its preset says meanwhile
         self._positions: dict[int, int] = {}
         self._positions_at = 0.0
         self._last_left = asyncio.Event()  # set, during shutdown, when no lease is left
@@ -159,27 +150,22 @@ class Arbiter:
 
     async def start(self) -> None:
         """Find out who holds the card, from the engines themselves, and begin."""
-        left = await self._adopt_all()
-        loading = [name for name in left if await self.seats[name].loading()]
-        residents = await self._found()
-        coming = self._alone([name for name in loading if name not in residents], left, residents)
-        stuck = (*residents[1:], *(name for name in left if name not in (*residents, coming)))
+        found = await self.swaps.look_around()
         now = self._clock()
         self._scheduler = Scheduler(
             (s.tenant for s in self.seats.values()),
             self._rules,
             now=now,
-            residents=residents[:1],
-            stuck=stuck,
-            coming=coming,
+            residents=found.residents[:1],
+            stuck=(*found.residents[1:], *found.unready),
+            coming=found.coming,
             name=self._remembered.get("model"),
             locks=self._remembered.get("lock"),
             lock_ttl=self._lock_ttl,
         )
         for oddity in self._scheduler.odd:
             log.warning("lock_state_ignored", reason=oddity)
-        self._seated = {name: self.seats[name] for name in (*residents, *left)}
-        self.tell("started", {"residents": list(residents)})
+        self.tell("started", {"residents": list(found.residents)})
         self._feed(Tick())
 
     @property
@@ -188,6 +174,9 @@ class Arbiter:
 
     def has_leases(self, tenant: str) -> bool:
         return self._scheduler.leases_of(tenant) > 0
+
+    async def _do_swap(self, order: StartSwap | StartUnload) -> None:
+        self._feed(await self.swaps.carry_out(order))
 
     async def break_glass(self, reason: str, client: str = "", peer: str = "") -> list[dict[str, Any]]:
         """End every lock and every lease by force, and a swap that hangs; returns what was cut."""
@@ -204,47 +193,10 @@ class Arbiter:
             swap.cancel()
             await asyncio.wait([swap])
             names = (*order.evict, *([target] if target else []))
-            residents = await self._truth(names)
-            stuck = tuple(n for n in names if n not in residents and n in self._seated)
+            residents = await self.swaps.truth(names)
+            stuck = tuple(n for n in names if n not in residents and n in self.swaps.seated)
             self._feed(SwapFailed(order.swap, reason, tuple(residents), stuck))
         return cut
-
-    async def _adopt_all(self) -> list[str]:
-        """Take over what an earlier gate left running; who may hold the card therefore, ready or not."""
-        left = []
-        for name, seat in self.seats.items():
-            if await seat.adopt():
-                left.append(name)
-                self.tell("adopted", {"tenant": name})
-        return left
-
-    def _alone(self, loading: list[str], left: list[str], residents: list[str]) -> str | None:
-        """Who was being started when the earlier gate ended, if nobody is on the card who could not be beside it."""
-        others = len(left) - sum(name in residents for name in left) > 1 or (residents and not self._rules.colocate)
-        return loading[0] if len(loading) == 1 and not others else None
-
-    async def _truth(self, names: Iterable[str]) -> list[str]:
-        """Who of these is on the card, by what engines and runtimes say now."""
-        found = []
-        for name in names:
-            seat = self.seats.get(name)
-            if seat is not None and await self._is_there(seat):
-                found.append(name)
-        return found
-
-    async def _found(self) -> list[str]:
-        """Who is on the card at the start; whoever works on something first, so that it is not trampled."""
-        found = await self._truth(self.seats)
-        busy = {name for name in found if not self.seats[name].owned and await self.seats[name].engine.busy()}
-        return sorted(found, key=lambda name: name not in busy)
-
-    @staticmethod
-    async def _is_there(seat: Seat) -> bool:
-        if seat.owned:
-            there = seat.serves and await seat.runtime.alive()
-            return there and (await seat.engine.probe()).health is Health.READY
-        loaded = await seat.engine.loaded()
-        return bool(loaded) if loaded is not None else await seat.engine.busy() is True
 
     # -------------------------------------------------------------------------------------------- the door
 
@@ -298,8 +250,8 @@ class Arbiter:
 
     def wedged(self, tenant: str, reason: str) -> None:
         """An engine is alive and gets nowhere: end what waits for it and start it again when it is wanted."""
-        if tenant in self._seated:
-            self._seated[tenant].distrust()
+        if tenant in self.swaps.seated:
+            self.swaps.seated[tenant].distrust()
         self._feed(Wedged(tenant, reason))
 
     def unload(self) -> None:
@@ -369,7 +321,7 @@ class Arbiter:
             else:
                 old.tenant = seat.tenant
                 table[name] = old
-        self.seats = table
+        self.swaps.seats = table
         self._feed(PresetsChanged(tuple(seat.tenant for seat in table.values())))
 
     def snapshot(self) -> Snapshot:
@@ -509,128 +461,14 @@ class Arbiter:
             except Exception:
                 log.exception("a watcher failed", event_kind=kind)
 
-    # --------------------------------------------------------------------------------------------- swaps
-
-    async def _do_swap(self, order: StartSwap | StartUnload) -> None:
-        """Evict, prove the memory back, admit. Ends in SwapSucceeded or SwapFailed, whatever happens."""
-        target = order.target if isinstance(order, StartSwap) else None
-        began = self._clock()
-        try:
-            coming = isinstance(order, StartSwap) and order.coming
-            unfit = None if coming else await self._has_no_room(target, order.evict)
-            if unfit is not None:
-                self._feed(SwapFailed(order.swap, unfit, order.evict, code=Code.MODEL_UNAVAILABLE))
-                return
-            problem, stuck = await self._evict(order.evict, target)
-            if problem is None and target is not None:
-                if not coming:
-                    await self._evict_strangers(target, order.evict)
-                problem = await self._admit(target, coming)
-                if problem is not None:
-                    stuck = await self._clean_up(target)
-            residents = [] if problem is None else await self._truth((*order.evict, *([target] if target else [])))
-        except Exception as error:  # a bug must not leave the card in a swap for ever
-            log.exception("a swap failed in a way nobody expected")
-            problem, residents, stuck = f"internal error: {error!r}", [], list(order.evict)
-        if problem is None:
-            newcomer = self._seated.get(target or "")
-            if target is not None:
-                self.swap_seconds.observe(self._clock() - began)
-            self._feed(SwapSucceeded(order.swap, 0.0 if newcomer is None else newcomer.refill_s))
-        else:
-            residents = [name for name in residents if name not in stuck]
-            self._feed(SwapFailed(order.swap, problem, tuple(residents), tuple(stuck)))
-
-    async def _has_no_room(self, target: str | None, evict: tuple[str, ...]) -> str | None:
-        """Why the target cannot fit beside what others hold on the card, before anybody is evicted for it.
-
-        What nobody of ours is known to hold belongs to other processes. Where that cannot be told, it is not guessed.
-        """
-        seat = self.seats.get(target or "")
-        if seat is None:
-            return None
-        tenant = seat.tenant
-        reading = await seat.reading()
-        if reading is None and self._fail_closed:
-            return f"what the card holds cannot be read, so {tenant.name} is not started (LLMC_VRAM_UNKNOWN=refuse)"
-        ours = [*(seat.held for seat in self._seated.values()), *(seat.left for seat in self.seats.values())]
-        if not tenant.footprint or not self._rules.capacity or reading is None or any(held is None for held in ours):
-            return None
-        foreign = reading.used - sum(held or 0 for held in ours)
-        room = (reading.total - foreign) / GB
-        if tenant.sized is not Sized.LEARNED:
-            room = min(self._rules.capacity, room)
-        if tenant.footprint <= room:
-            return None
-        holders = ", ".join(f"{h.name} ({h.pid})" for h in reading.holders or ())
-        others = f"; on the card are {holders}" if holders else ""
-        return (
-            f"{tenant.name} needs {tenant.size}, and {room:.1f} GB are left beside "
-            f"{foreign / GB:.1f} GB that other processes hold{others}"
-        )
-
-    async def _evict(self, names: tuple[str, ...], target: str | None) -> tuple[str | None, list[str]]:
-        need = self.seats[target].tenant.footprint if target in self.seats else 0.0
-        problem: str | None = None
-        stuck: list[str] = []
-        for name in names:
-            seat = self._seated.get(name) or self.seats.get(name)
-            if seat is None:
-                continue
-            self.tell("evicting", {"tenant": name})
-            if self.before_evict is not None:
-                await self.before_evict(name)
-            done = await seat.evict(need)
-            self._evicted(name, done)
-            if not done.gone:
-                problem = f"{name} could not be taken off the card: {done.detail}"
-                stuck.append(name)
-        return problem, stuck
-
-    async def _evict_strangers(self, target: str, evicted: tuple[str, ...]) -> None:
-        """Engines others run are asked, never assumed: one that holds something past the gate leaves like any other."""
-        if self._rules.colocate:
-            return
-        for name, seat in tuple(self.seats.items()):
-            if not seat.owned and name != target and name not in evicted and await self._is_there(seat):
-                self.tell("bypass", {"tenant": name, "what": "holds the card past the gate; it is made to leave"})
-                self._evicted(name, await seat.evict(self.seats[target].tenant.footprint))
-
-    def _evicted(self, name: str, done: Evicted) -> None:
-        self.unload_seconds.observe(done.seconds)
-        self.unload_failures += not done.clean
-        fields = {"tenant": name, "seconds": round(done.seconds, 3), "sure": done.sure, "detail": done.detail}
-        if done.gone:
-            self._seated.pop(name, None)
-        self.tell("evicted" if done.gone else "evict_failed", fields)
-
-    async def _admit(self, name: str, coming: bool) -> str | None:
-        began = self._clock()
-        self.tell("admitting", {"tenant": name})
-        seat = self.seats.get(name)
-        if seat is None:
-            return f"the preset {name!r} was removed while the card was made free for it"
-        self._seated[name] = seat
-        try:
-            await (seat.resume() if coming else seat.admit())
-        except AdmitFailed as error:
-            self.tell("admit_failed", {"tenant": name, "reason": str(error)})
-            return str(error)
-        self.tell("admitted", {"tenant": name, "seconds": round(self._clock() - began, 3)})
-        return None
-
-    async def _clean_up(self, name: str) -> list[str]:
-        """After a failed start: leave the card provably empty."""
-        seat = self._seated.get(name)
-        if seat is None or not seat.owned:
-            return []
-        done = await seat.evict()
-        self._evicted(name, done)
-        return [] if done.gone else [name]
+    @property
+    def seats(self) -> dict[str, Seat]:
+        """By the names of the presets there are now."""
+        return self.swaps.seats
 
     def seat(self, name: str) -> Seat | None:
         """What runs under a tenant's name now."""
-        return self._seated.get(name) or self.seats.get(name)
+        return self.swaps.seat(name)
 
     # ----------------------------------------------------------------------------------------------- end
 
@@ -652,7 +490,7 @@ class Arbiter:
         if self._swap is not None and not self._swap.done():
             self._swap.cancel()
             await asyncio.wait([self._swap])
-        for seat in tuple(self._seated.values()):
+        for seat in tuple(self.swaps.seated.values()):
             if seat.owned:
                 seat.on_lost = None
                 await seat.evict()

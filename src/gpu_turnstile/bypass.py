@@ -43,7 +43,7 @@ class BypassWatch:
         self._seen: dict[str, Bypass] = {}
         self._waiting: dict[str, Ticket] = {}
         self.rounds = Rounds("looking for work past the gate", self.look, interval)
-        arbiter.before_evict = self.look_at
+        arbiter.swaps.before_evict = self.look_at
 
     def view(self) -> list[dict[str, Any]]:
         now = self._arbiter.now

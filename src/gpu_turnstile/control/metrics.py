@@ -91,15 +91,15 @@ class _Collector(Collector):
         _add(wait, ["image"], arbiter.waits.image)
         yield wait
         unload = HistogramMetricFamily(P + "unload_seconds", "From the order to leave until the memory was free")
-        _add(unload, [], arbiter.unload_seconds)
+        _add(unload, [], arbiter.swaps.unload_seconds)
         yield unload
         swap = HistogramMetricFamily(P + "swap_seconds", "From the start of a swap until the newcomer answered")
-        _add(swap, [], arbiter.swap_seconds)
+        _add(swap, [], arbiter.swaps.swap_seconds)
         yield swap
         yield CounterMetricFamily(
             P + "unload_failures",
             "Times a tenant that was told to leave had not given its memory back in time",
-            arbiter.unload_failures,
+            arbiter.swaps.unload_failures,
         )
         failed = self._feed.swaps.failed
         yield CounterMetricFamily(P + "swap_failures", "Swaps and unloads that failed", failed)
