@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import h11
@@ -52,10 +52,22 @@ def llhttp_request(data: bytes) -> Message:
                 target = b"".join(listener.urls)
                 return Message(parser.get_method().decode(), target, listener.body, True, position + 1)
     except httptools.HttpParserUpgrade:
-        return Message(parser.get_method().decode(), b"".join(listener.urls), b"", True)
+        return _as_if_no_upgrade(data, Message(parser.get_method().decode(), b"".join(listener.urls), b"", True))
     except httptools.HttpParserError as error:
         raise Refused(str(error)) from None
     return Message("", b"", listener.body, False)
+
+
+def _as_if_no_upgrade(data: bytes, found: Message) -> Message:
+    """llhttp stops at the head of a request for another protocol; one that does not get it has a body, too."""
+    head, end, rest = data.partition(b"\r\n\r\n")
+    lines = head.split(b"\r\n")
+    kept = [line for line in lines if not line.lower().startswith(b"upgrade:")]
+    if len(kept) == len(lines):
+        return found  # CONNECT
+    message = llhttp_request(b"\r\n".join(kept) + end + rest)
+    taken = sum(len(line) + 2 for line in lines) - sum(len(line) + 2 for line in kept)
+    return message if message.end is None else replace(message, end=message.end + taken)
 
 
 def h11_request(data: bytes) -> Message:

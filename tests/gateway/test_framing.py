@@ -195,7 +195,7 @@ def only_lengths(answer: bytes = OK):
     return script
 
 
-@pytest.mark.parametrize("extension", [b"", b";x", b";a=b", b' ; a="b"'])
+@pytest.mark.parametrize("extension", [b"", b";x", b";a=b", b';a="b"'])
 @run_async
 async def test_a_request_in_one_byte_chunks_reaches_its_engine_with_one_length(extension):
     async with bench() as b:

@@ -22,6 +22,8 @@ from gpu_turnstile import __version__
 HEAD_END: Final = b"\r\n\r\n"
 MAX_CHUNK_LINE: Final = 4096  # a chunk's size with its extensions, or one trailer field
 MAX_TRAILER: Final = 16384
+BAD_SIZE: Final = "the size of a chunk is not valid"
+BAD_TRAILER: Final = "a trailer field is not valid"
 STREAM_TYPES: Final = (b"text/event-stream", b"application/x-ndjson")
 SERVER: Final = f"gpu-turnstile/{__version__}".encode()
 
@@ -32,13 +34,17 @@ _USUAL: Final = frozenset((b"keep-alive", b"close", b"upgrade", b""))
 # Fields the gate went by: a client cannot have them taken off on the way to the engine (Connection: host).
 _UNDERSTOOD: Final = frozenset((b"host", b"content-type", b"content-encoding", b"authorization", b"x-api-key"))
 _TOKEN: Final = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
-_QUOTED: Final = rb'"(?:[\t\x20-\x21\x23-\x5b\x5d-\x7e\x80-\xff]|\\[\t\x20-\x7e\x80-\xff])*"'
-_EXTENSION: Final = rb" *; *%s(?: *= *(?:%s|%s))?" % (_TOKEN, _TOKEN, _QUOTED)  # no tabs: others refuse them
+_OPEN_QUOTE: Final = rb'"(?:[\t\x20-\x21\x23-\x5b\x5d-\x7e\x80-\xff]|\\[\t\x20-\x7e\x80-\xff])*'
+_EXTENSION: Final = rb';%s(?:=(?:%s|%s"))?' % (_TOKEN, _TOKEN, _OPEN_QUOTE)  # no blanks in it: others refuse them
+_BEGUN_EXTENSION: Final = rb";(?:%s(?:=(?:%s|%s\\?)?)?)?" % (_TOKEN, _TOKEN, _OPEN_QUOTE)
 _SIZE: Final = re.compile(rb"([0-9A-Fa-f]{1,15})(?:%s)*\r\n" % _EXTENSION)
+_BEGUN_SIZE: Final = re.compile(rb"[0-9A-Fa-f]{1,15}(?:%s)*(?:%s)?\r?" % (_EXTENSION, _BEGUN_EXTENSION))
 _HOST: Final = re.compile(rb"(?:[A-Za-z0-9._~!$&'()*+;=%-]*|\[[0-9A-Fa-f:.]+\])(?::([0-9]{0,5}))?")
 _ABSOLUTE: Final = re.compile(rb"https?://([^/?#]+)(.*)", re.IGNORECASE | re.DOTALL)
 _REASON: Final = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
-_FIELD: Final = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[\t\x20-\x7e\x80-\xff]*\r\n")
+_FIELD: Final = re.compile(rb"(%s):[\t\x20-\x7e\x80-\xff]*\r\n" % _TOKEN)
+_BEGUN_FIELD: Final = re.compile(rb"\r|%s(?::[\t\x20-\x7e\x80-\xff]*\r?)?" % _TOKEN)
+_NO_TRAILERS: Final = frozenset((b"content-length", b"transfer-encoding", b"host"))  # RFC 9110, 6.5.1
 
 _OUR_FIELDS: Final = frozenset((b"x-turnstile-lock", b"x-turnstile-owner"))
 _WHO_FIELDS: Final = frozenset((b"x-turnstile-client", b"x-turnstile-peer"))
@@ -536,8 +542,12 @@ class Chunked:
                 self._line += data[position:]
                 if len(self._line) > MAX_CHUNK_LINE:
                     raise Malformed("a line of the chunked coding is too long")
-                if b"\r" in self._line[:-1]:  # for a lenient reader the line would end there, and the rest be a request
-                    raise Malformed("a line of the chunked coding holds a CR")
+                # It is passed on before its end is seen, so it must be the beginning of a line that is valid: for a
+                # lenient reader a bare CR would end it, and what follows be a request.
+                if self._trailer < 0 and not _BEGUN_SIZE.fullmatch(self._line):
+                    raise Malformed(BAD_SIZE)
+                if self._trailer >= 0 and not _BEGUN_FIELD.fullmatch(self._line):
+                    raise Malformed(BAD_TRAILER)
                 return size
             line = data[position:end]
             if self._line:
@@ -557,7 +567,7 @@ class Chunked:
     def _begin(self, line: bytes) -> None:
         match = _SIZE.fullmatch(line)
         if match is None:
-            raise Malformed("the size of a chunk is not valid")
+            raise Malformed(BAD_SIZE)
         length = int(match[1], 16)
         if length:
             self._skip = length + 2
@@ -594,8 +604,9 @@ class Chunked:
 
     def _field(self, line: bytes) -> None:
         self._trailer += len(line)
-        if self._trailer > MAX_TRAILER or not _FIELD.fullmatch(line):
-            raise Malformed("a trailer field is not valid")
+        match = _FIELD.fullmatch(line)
+        if self._trailer > MAX_TRAILER or match is None or match[1].lower() in _NO_TRAILERS:
+            raise Malformed(BAD_TRAILER)
 
 
 LAST_CHUNK: Final = b"0\r\n\r\n"
