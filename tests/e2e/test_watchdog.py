@@ -55,7 +55,7 @@ async def test_a_request_that_gets_nowhere_is_ended_and_the_next_one_finds_the_e
 
 @run_async
 async def test_a_wedge_left_behind_by_a_client_that_went_away_does_not_hit_the_next_one(tmp_path):
-    async with house(tmp_path, [llama("a", runtime="parallel = 1")], llmc_watchdog_s=LIMIT) as h:
+    async with house(tmp_path, [llama("a", runtime="parallel = 1\nstop_grace_s = 1")], llmc_watchdog_s=LIMIT) as h:
         await h.chat("a")
         await fault(h, "a", ignore_disconnect=True, stall_after=5)
         async with h.streaming("a", max_tokens=100):
@@ -87,7 +87,8 @@ async def test_a_client_that_reads_slowly_is_not_the_engines_fault(tmp_path):
 
 @run_async
 async def test_an_engine_that_is_stopped_in_its_tracks_is_replaced(tmp_path):
-    async with house(tmp_path, [llama("a")], llmc_watchdog_s=LIMIT, probe_timeout=0.3) as h:
+    presets = [llama("a", runtime="stop_grace_s = 1")]
+    async with house(tmp_path, presets, llmc_watchdog_s=LIMIT, probe_timeout=0.3) as h:
         async with h.streaming("a", max_tokens=500) as lines:
             os.kill(pid(h, "a"), signal.SIGSTOP)
             with pytest.raises(httpx.RemoteProtocolError):
