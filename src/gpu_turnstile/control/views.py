@@ -204,6 +204,10 @@ def _warnings(house: House, snapshot: Snapshot) -> list[str]:
         found.append(f"LLMC_IDLE_RESTORE: no preset is called {home}, so nothing is brought back")
     for suspect in house.suspects():
         found.append(f"{suspect['tenant']} may be stuck: no progress was seen for {suspect['seconds']:.0f} s")
+    for name in sorted(house.gateway.away):
+        found.append(
+            f"{name} does not take connections: requests for it are tried again, and keep nobody from the card"
+        )
     for name in snapshot.stuck:
         found.append(f"{name} may still hold memory on the card but cannot serve; it is evicted before anybody comes")
     for row in house.contexts.saved() if house.contexts else ():

@@ -28,6 +28,7 @@ PHASES = {
     Where.RUNNING: JobPhase.RUNNING,
     Where.SILENT: JobPhase.UNREACHABLE,
     Where.CUT: JobPhase.UNREACHABLE,
+    Where.REFUSED: JobPhase.UNREACHABLE,
 }
 
 
@@ -99,6 +100,7 @@ class ComfyUI(HttpEngine):
         return _freed(await self.post("/free", wish, self.timing.free_timeout))
 
     async def track(self, job: str, on_phase: Callable[[JobPhase], None] | None = None) -> JobEnd:
+        """Follow a job to its end (at most `timing.job_timeout`); a server that is gone keeps it `unload_timeout`."""
         try:
             async with asyncio.timeout(self.timing.job_timeout):
                 return await self._follow(job, on_phase)
@@ -106,10 +108,10 @@ class ComfyUI(HttpEngine):
             return JobEnd.TIMEOUT
 
     async def _follow(self, job: str, on_phase: Callable[[JobPhase], None] | None) -> JobEnd:
-        watch, told = JobWatch(), None
+        watch, told, loop = JobWatch(self.timing.unload_timeout), None, asyncio.get_running_loop()
         while True:
             sighting = await self._look_for(job)
-            end = watch.see(sighting)
+            end = watch.see(sighting, loop.time())
             if end is not None:
                 return end
             phase = PHASES.get(sighting.where, told)
@@ -180,6 +182,8 @@ def _connections(*replies: Reply) -> frozenset[str]:
 
 def _trouble(reply: Reply) -> Where:
     """A connection refused or broken, or a 502 of what stands in front, may mean a restart; a slow answer does not."""
+    if reply.refused:
+        return Where.REFUSED
     cut = reply.failure in (Failure.UNREACHABLE, Failure.BROKEN) or reply.status in LOADING_STATUS
     return Where.CUT if cut else Where.SILENT
 

@@ -69,8 +69,8 @@ class Sockets:
 
 
 class ComfySim(Sim[ComfyFaults]):
-    """`vram_gb`: what a job takes and keeps; `residual_gb`: what stays after /free. `job_s`: seconds of a job
-    whose graph has no SleepImage node."""
+    """`vram_gb`: what a job takes and keeps; `residual_gb`: what stays after /free; `context_gb`: what its process
+    takes at the start. `job_s`: seconds of a job whose graph has no SleepImage node."""
 
     kind: ClassVar[str] = "comfyui"
 
@@ -81,6 +81,7 @@ class ComfySim(Sim[ComfyFaults]):
         name: str = "comfyui",
         vram_gb: float = 10.0,
         residual_gb: float = 0.5,
+        context_gb: float = 0.0,
         job_s: float = 0.1,
         faults: ComfyFaults | None = None,
     ) -> None:
@@ -89,6 +90,7 @@ class ComfySim(Sim[ComfyFaults]):
         settings = Settings(name, int(vram_gb * GB), int(residual_gb * GB), job_s)
         self.queue = Queue(settings, self.card, self.faults, self.sockets, self.counters)
         self.uploads: set[str] = set()
+        self._context = int(context_gb * GB)
         self._number = 0
 
     def routes(self) -> Sequence[BaseRoute]:
@@ -142,6 +144,8 @@ class ComfySim(Sim[ComfyFaults]):
         return _broken().response
 
     def begin(self) -> None:
+        if self._context:
+            self.card.hold(self.name, self._context)
         self.spawn(self.queue.work())
 
     def wipe(self) -> None:
