@@ -22,6 +22,7 @@ from gpu_turnstile.sim.comfy_nodes import NODES, Graph, Json, is_link, run_order
 from gpu_turnstile.sim.faults import ComfyFaults, JobFate
 
 OOM = "torch.OutOfMemoryError"
+_PICTURES = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF")  # how files begin that are pictures
 
 
 class Sockets(Protocol):
@@ -76,13 +77,14 @@ class Queue:
         self.faults = faults
         self.sockets = sockets
         self.counters = counters
+        self.inputs: dict[str, bytes] = {}  # what was uploaded; it outlives the process
         self.wipe()
 
     def wipe(self) -> None:
         self.running: Job | None = None
         self.node: str | None = None  # the one that runs
         self.history: dict[str, Json] = {}
-        self.files: set[str] = set()
+        self.files: dict[str, str] = {}  # what jobs wrote: name -> output or temp
         self.interrupted = False
         self.holding = False  # models are on the card
         self._heap: list[tuple[float, str, int, Job]] = []
@@ -190,6 +192,9 @@ class Queue:
             self.card.hold(self.settings.name, self.settings.residual)
             raise NodeError(OOM, "Allocation on device 0 would exceed allowed memory. (out of memory)\n")
 
+    def is_picture(self, name: str) -> bool:
+        return self.inputs.get(name, b"").startswith(_PICTURES)
+
     def cached(self, signature: str) -> bool:
         return signature in self._cache and self.faults.job_end is JobFate.NORMAL
 
@@ -205,8 +210,8 @@ class Queue:
         prefix = str(node["inputs"].get("filename_prefix", "ComfyUI")) if saved else "ComfyUI_temp_sim"
         self._saved[prefix] += 1
         name = f"{prefix}_{self._saved[prefix]:05}_.png"
-        self.files.add(name)
-        return {"filename": name, "subfolder": "", "type": "output" if saved else "temp"}
+        self.files[name] = "output" if saved else "temp"
+        return {"filename": name, "subfolder": "", "type": self.files[name]}
 
 
 class Run:
@@ -221,7 +226,7 @@ class Run:
         self.executed: list[str] = []
         self.progress: dict[str, Json] = {}
         self.results: dict[str, Json | None] = {}
-        self._slept = any(node["class_type"] == "SleepImage" for node in job.graph.values())
+        self._slept = any(_takes_its_own_time(node) for node in job.graph.values())
 
     async def run(self) -> None:
         order = run_order(self.job.graph, self.job.outputs)
@@ -286,13 +291,19 @@ class Run:
     async def _do(self, node_id: str, node: Json) -> None:
         await self._meet_fate()
         inputs = node.get("inputs", {})
-        if node["class_type"] == "SleepImage":
-            await self._steps(node_id, float(inputs["seconds"]), int(inputs.get("steps", 4)))
-        elif node["class_type"] == "RaiseNode":
-            raise _failure(JobFate.OOM if inputs["kind"] == "oom" else JobFate.ERROR)
-        elif not self._slept:
-            self._slept = True
-            await self._steps(node_id, self.queue.settings.job_s, 4)
+        match node["class_type"]:
+            case "SleepImage":
+                await self._steps(node_id, float(inputs["seconds"]), int(inputs.get("steps", 4)))
+            case "RaiseNode":
+                raise _failure(JobFate.OOM if inputs["kind"] == "oom" else JobFate.ERROR)
+            case "LoadImage" if not self.queue.is_picture(inputs["image"]):
+                message = f"cannot identify image file '/comfyui/input/{inputs['image']}'\n"
+                raise NodeError("PIL.UnidentifiedImageError", message)
+            case kind if NODES[kind].seconds:
+                await self._steps(node_id, NODES[kind].seconds, 1, told=False)
+            case kind if not self._slept:
+                self._slept = True
+                await self._steps(node_id, self.queue.settings.job_s, 4, told=kind == "KSampler")
 
     async def _meet_fate(self) -> None:
         fate = self.queue.faults.job_end
@@ -304,10 +315,13 @@ class Run:
         elif fate is not JobFate.NORMAL:
             raise _failure(fate)
 
-    async def _steps(self, node_id: str, seconds: float, steps: int) -> None:
+    async def _steps(self, node_id: str, seconds: float, steps: int, told: bool = True) -> None:
+        """`told`: it is a node that reports its progress; few do."""
         for step in range(1, steps + 1):
             await pause(seconds / steps)
             self._check_interrupt()
+            if not told:
+                continue
             self._progress(node_id, step, steps, "running")
             data = {"value": step, "max": steps, "prompt_id": self.job.id, "node": node_id}
             self.queue.sockets.send("progress", data, self.job.client)
@@ -354,6 +368,10 @@ class Run:
         }
         data = {"prompt_id": self.job.id, "nodes": dict(self.progress)}
         self.queue.sockets.send("progress_state", data, self.job.client)
+
+
+def _takes_its_own_time(node: Json) -> bool:
+    return node["class_type"] == "SleepImage" or NODES[node["class_type"]].seconds > 0
 
 
 def _signature(graph: Graph, node_id: str) -> str:
