@@ -66,8 +66,16 @@ NODES: dict[str, NodeClass] = {
         },
         ("IMAGE",),
     ),
-    "ImageBlur": NodeClass(
-        {"image": ["IMAGE"], "blur_radius": _int(1, 1, 31), "sigma": _float(1.0)}, ("IMAGE",), seconds=0.05
+    "ImageScale": NodeClass(
+        {
+            "image": ["IMAGE"],
+            "upscale_method": [["nearest-exact", "bilinear", "area", "bicubic", "lanczos"]],
+            "width": _int(512, 0, 16384),
+            "height": _int(512, 0, 16384),
+            "crop": [["disabled", "center"]],
+        },
+        ("IMAGE",),
+        seconds=0.05,
     ),
     "LoadImage": NodeClass({"image": ["IMAGEUPLOAD", {}]}, ("IMAGE", "MASK")),
     "CheckpointLoaderSimple": NodeClass({"ckpt_name": [CHECKPOINTS, {}]}, ("MODEL", "CLIP", "VAE")),
@@ -193,7 +201,8 @@ def _errors_of(graph: Graph, output: str, uploads: Container[str]) -> dict[str, 
         names = [f"{node_id} ({graph[node_id]['class_type']})" for node_id in (*cycle, cycle[0])]
         extra = {"node_id": cycle[0], "cycle_nodes": cycle}
         return {output: [error("dependency_cycle", "Dependency cycle detected", " -> ".join(names), extra)]}
-    return {node_id: errors for node_id, errors in _errors_below(graph, output, uploads) if errors}
+    below = [*_errors_below(graph, output, uploads)]
+    return {node_id: errors for node_id, errors in reversed(below) if errors}
 
 
 def _cycle(graph: Graph, start: str) -> list[str]:

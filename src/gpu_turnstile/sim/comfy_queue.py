@@ -8,6 +8,7 @@ memory and gone after a restart. Invariant: the card is taken when the first nod
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import heapq
 import itertools
 import json
@@ -22,6 +23,10 @@ from gpu_turnstile.sim.comfy_nodes import NODES, Graph, Json, is_link, run_order
 from gpu_turnstile.sim.faults import ComfyFaults, JobFate
 
 OOM = "torch.OutOfMemoryError"
+_OOM_ADVICE = (
+    "\nThis error means you ran out of memory on your GPU.\n\nTIPS: If the workflow worked before you might have "
+    "accidentally set the batch_size to a large number."
+)
 _PICTURES = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF")  # how files begin that are pictures
 
 
@@ -190,7 +195,7 @@ class Queue:
         if self.card.hold(self.settings.name, self.settings.vram) < self.settings.vram:
             self.holding = False
             self.card.hold(self.settings.name, self.settings.residual)
-            raise NodeError(OOM, "Allocation on device 0 would exceed allowed memory. (out of memory)\n")
+            raise NodeError(OOM, "Allocation on device 0 would exceed allowed memory. (out of memory)")
 
     def is_picture(self, name: str) -> bool:
         return self.inputs.get(name, b"").startswith(_PICTURES)
@@ -276,7 +281,7 @@ class Run:
             self._stopped("interrupted", node_id, {})
             return False
         except NodeError as error:
-            self._stopped("error", node_id, _error_details(error, node))
+            self._stopped("error", node_id, {**_error_details(error, node), "current_outputs": [*self.job.graph]})
             return False
         shown = None
         if NODES[node["class_type"]].output_node:
@@ -297,7 +302,7 @@ class Run:
             case "RaiseNode":
                 raise _failure(JobFate.OOM if inputs["kind"] == "oom" else JobFate.ERROR)
             case "LoadImage" if not self.queue.is_picture(inputs["image"]):
-                message = f"cannot identify image file '/comfyui/input/{inputs['image']}'\n"
+                message = f"cannot identify image file '/comfyui/input/{inputs['image']}'"
                 raise NodeError("PIL.UnidentifiedImageError", message)
             case kind if NODES[kind].seconds:
                 await self._steps(node_id, NODES[kind].seconds, 1, told=False)
@@ -381,22 +386,21 @@ def _signature(graph: Graph, node_id: str) -> str:
         name: [_signature(graph, value[0]), value[1]] if is_link(value) else value
         for name, value in node.get("inputs", {}).items()
     }
-    return json.dumps([node["class_type"], inputs], sort_keys=True)
+    return hashlib.sha256(json.dumps([node["class_type"], inputs], sort_keys=True).encode()).hexdigest()
 
 
 def _failure(fate: JobFate) -> NodeError:
     if fate is JobFate.OOM:
-        return NodeError(OOM, "deliberate out of memory\n")
-    return NodeError("ValueError", "deliberate failure\n")
+        return NodeError(OOM, "deliberate out of memory")
+    return NodeError("ValueError", "deliberate failure")
 
 
 def _error_details(error: NodeError, node: Json) -> Json:
     return {
-        "exception_message": error.message,
+        "exception_message": error.message + (_OOM_ADVICE if error.kind == OOM else "\n"),
         "exception_type": error.kind,
         "traceback": [f"{error.kind}: {error.message}"],
         "current_inputs": {name: [str(value)] for name, value in node.get("inputs", {}).items()},
-        "current_outputs": [],
     }
 
 
