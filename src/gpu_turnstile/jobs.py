@@ -140,8 +140,6 @@ class JobBook:
         seconds = round(time.monotonic() - job.since, 3)
         fields = {"prompt_id": job.prompt_id, "tenant": job.tenant, "end": word, "seconds": seconds}
         self._arbiter.tell("job_end", fields)
-        if end in (None, JobEnd.LOST, JobEnd.TIMEOUT):
-            log.warning("job_end", **fields)
 
 
 def _cancel(task: asyncio.Task[None]) -> None:

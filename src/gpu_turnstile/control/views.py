@@ -172,6 +172,7 @@ def _engines(house: House, snapshot: Snapshot) -> list[shapes.EngineInfo]:
             owned=seat.owned,
             url=seat.engine.url,
             on_card=name in snapshot.residents,
+            away=name in house.gateway.away,
             asleep=seat.asleep,
             vram_gb=seat.tenant.footprint or None,
             vram_from=seat.tenant.sized if seat.tenant.footprint else None,
