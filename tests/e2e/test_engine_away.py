@@ -78,11 +78,11 @@ async def test_status_says_who_is_off_until_it_is_back(tmp_path, away):
         await tries(h)
         name = "ollama" if away == "ollama" else "comfyui"
         warnings = (await h.http.get(f"{h.gate}/status")).json()["warnings"]
-        assert any(w.startswith(f"{name} does not take connections") for w in warnings)
+        assert any(w.startswith(f"{name} did not take the last connection") for w in warnings)
         async with serve(sim, port=port):
             assert (await asked).status_code == 200
             warnings = (await h.http.get(f"{h.gate}/status")).json()["warnings"]
-            assert not any("does not take connections" in w for w in warnings)
+            assert not any("did not take the last connection" in w for w in warnings)
             await idle_or_serving(h)
 
 

@@ -99,7 +99,8 @@ def _beside(found: dict[str, Any]) -> Iterator[str]:
         yield f"{item['tenant']}: {item['what']}, for {ago(item['age_s'])}"
     for engine in found["engines"]:
         if engine.get("away"):
-            yield f"{engine['name']} does not take connections: requests for it are tried again, without the card"
+            name = engine["name"]
+            yield f"{name} did not take the last connection: requests for it are tried again, without the card"
 
 
 def _ahead(found: dict[str, Any], waits: list[dict[str, Any]]) -> list[dict[str, Any]]:
