@@ -161,6 +161,7 @@ class App:
         await self._probe_externals()
         self.history.start()
         await self.arbiter.start()
+        await self.bypass.take_over()
         for rounds in self._rounds:
             rounds.start()
         self._start_task(self._watch_presets())
@@ -299,9 +300,12 @@ class App:
         return found
 
     async def _learn(self, name: str) -> None:
-        """A preset was loaded: what it took is what it will take the next time."""
+        """A preset was loaded: what it took is what it will take the next time.
+
+        Not so an image server: it loads its models with its first job.
+        """
         seat, preset = self.arbiter.seat(name), self.store.catalogue.presets.get(name)
-        if seat is None or preset is None or not seat.owned or not seat.held:
+        if seat is None or preset is None or not seat.owned or not seat.held or preset.mode is Mode.COMFYUI:
             return
         async with self._refreshing:
             if await asyncio.to_thread(self.learned.note, name, preset.revision, seat.held):

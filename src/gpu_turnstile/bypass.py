@@ -1,11 +1,14 @@
 """Work that somebody sent past the gate: noticed, shown, and, unless told otherwise, waited for.
 
 The gate cannot keep anybody from an engine's own port. It looks now and then at the engines others run that do not
-hold the card:
+hold the card, and at a ComfyUI of its own that does:
 
   a ComfyUI with jobs that nobody sent through here   it gets a ticket like any image job, and the lease is held until
                                                       those jobs have ended: from then on nothing tramples them
   an Ollama with models loaded                        it is shown; before the next hand-over it is unloaded, as always
+
+Jobs outlive the gate that sent them (a gate that was killed): those of engines it had started itself are taken over
+before the first request comes in, because its own engines are stopped, not asked.
 """
 
 from __future__ import annotations
@@ -49,10 +52,26 @@ class BypassWatch:
         now = self._arbiter.now
         return [{"tenant": b.tenant, "what": b.what, "age_s": round(now - b.since, 3)} for b in self._seen.values()]
 
-    async def look(self) -> None:
-        """Look once at every engine that others run."""
+    async def take_over(self) -> None:
+        """At the start: what an earlier gate's engines work on holds the card until it has ended."""
         for name, seat in tuple(self._arbiter.seats.items()):
-            if seat.owned or self._arbiter.swapping:
+            if not seat.owned or not self._may_be_past(seat):
+                continue
+            _, jobs = await self._strange(seat)
+            if jobs:
+                self._note(name, f"{len(jobs)} job(s) sent by an earlier gate")
+                self._adopt(name)
+
+    def _may_be_past(self, seat: Seat) -> bool:
+        """Whether it can have work that this gate did not send. One of its own that is not on the card does not run."""
+        if not seat.owned:
+            return True
+        return isinstance(seat.engine, ComfyUI) and seat.tenant.name in self._arbiter.snapshot().residents
+
+    async def look(self) -> None:
+        """Look once at every engine that may work on something nobody sent through here."""
+        for name, seat in tuple(self._arbiter.seats.items()):
+            if self._arbiter.swapping or not self._may_be_past(seat):
                 continue
             what, jobs = await self._strange(seat)
             self._note(name, what)

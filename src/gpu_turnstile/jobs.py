@@ -92,18 +92,25 @@ class JobBook:
 
     async def _find_and_follow(self, engine: ComfyUI, tenant: str) -> None:
         """The truth is in the queue: what is there and nobody follows may be ours."""
+        found = await self._find(engine)
+        if found:
+            await self._follow(engine, tenant, found)
+        else:
+            reason = "its queue could not be read" if found is None else "nothing of it is in the queue"
+            self._arbiter.tell("no_job", {"tenant": tenant, "reason": reason})
+
+    async def _find(self, engine: ComfyUI) -> tuple[str, ...] | None:
+        """What nobody follows, empty only if two looks agree; None = it could not be asked in the time of one job."""
         looks = 0
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._timing.job_timeout):
-                while looks < AGREEING_LOOKS:
+                while True:
                     found = await engine.find_unknown(self.known)
-                    if found:
-                        await self._follow(engine, tenant, found)
-                        return
                     looks = looks + 1 if found is not None else 0
-                    if looks < AGREEING_LOOKS:
-                        await asyncio.sleep(self._timing.history_poll)
-        self._arbiter.tell("no_job", {"tenant": tenant, "reason": "nothing of it is in the queue"})
+                    if found or looks == AGREEING_LOOKS:
+                        return found
+                    await asyncio.sleep(self._timing.history_poll)
+        return None
 
     async def _until_idle(self, engine: Engine) -> None:
         """Of an engine that knows no job ids: until it says twice that it works on nothing."""
@@ -140,8 +147,6 @@ class JobBook:
         seconds = round(time.monotonic() - job.since, 3)
         fields = {"prompt_id": job.prompt_id, "tenant": job.tenant, "end": word, "seconds": seconds}
         self._arbiter.tell("job_end", fields)
-        if end in (None, JobEnd.LOST, JobEnd.TIMEOUT):
-            log.warning("job_end", **fields)
 
 
 def _cancel(task: asyncio.Task[None]) -> None:

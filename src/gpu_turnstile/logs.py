@@ -43,6 +43,7 @@ _LOUD = {
     "lapsed": "warn",
     "lock_refused": "info",
 }
+_LOUD_ENDS = frozenset(("lost", "timeout", "abandoned"))  # of jobs: nobody knows what became of it
 
 
 def configure(level: str, format: str, file: str | Path | None, color: bool) -> None:
@@ -89,7 +90,8 @@ def announce(settings: Settings, presets: Path, state_dir: Path) -> None:
 def narrate(kind: str, fields: dict[str, Any]) -> None:
     """A watcher for the arbiter: one line per step of a swap, per transition and per loss."""
     log = structlog.get_logger("arbiter")
-    loud = _LOUD.get(kind) == "warn" or fields.get("cut")  # somebody lost work or a lock by it
+    lost = fields.get("cut") or (kind == "job_end" and fields["end"] in _LOUD_ENDS)  # somebody lost work by it
+    loud = _LOUD.get(kind) == "warn" or lost
     write = log.warning if loud else log.info
     write(kind, **{f"{name}_" if name == "event" else name: value for name, value in fields.items()})
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import structlog
 
 from gpu_turnstile.contexts.keeper import Keeper
-from gpu_turnstile.core.model import Tenant
+from gpu_turnstile.core.model import Mode, Tenant
 from gpu_turnstile.engines.base import Engine, Health, Released
 from gpu_turnstile.gpu.base import Reading
 from gpu_turnstile.gpu.gauge import Gauge
@@ -340,7 +340,13 @@ class Seat:
         return await self.bed.sleep(self._held)
 
     def _known_to_hold(self, before: Reading | None) -> int | None:
-        """Bytes an engine of ours held. One that was adopted held unknown ones, but no more than were used at all."""
+        """Bytes an engine of ours held. One that was adopted held unknown ones, but no more than were used at all.
+
+        An image server takes the card with its first job: what it holds is what the use has risen by since it came.
+        """
+        came = self._before
+        if self.tenant.mode is Mode.COMFYUI and self._held is not None and came is not None and before is not None:
+            return max(self._held, before.used - came.used)
         if self._held is None and before is not None and before.used < VISIBLE_FALL:
             return 0
         return self._held

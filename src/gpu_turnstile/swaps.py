@@ -15,7 +15,7 @@ from typing import Any
 
 import structlog
 
-from gpu_turnstile.core.model import Code, Sized, StartSwap, StartUnload, SwapFailed, SwapSucceeded
+from gpu_turnstile.core.model import Code, Mode, Sized, StartSwap, StartUnload, SwapFailed, SwapSucceeded
 from gpu_turnstile.core.policy import Rules
 from gpu_turnstile.engines.base import Health
 from gpu_turnstile.seats import GB, AdmitFailed, Evicted, Seat
@@ -81,7 +81,7 @@ class Swaps:
     async def _residents(self) -> list[str]:
         """Who serves; whoever works on something first, so that it is not trampled."""
         found = await self.truth(self.seats)
-        busy = {name for name in found if not self.seats[name].owned and await self.seats[name].engine.busy()}
+        busy = {name for name in found if _may_work(self.seats[name]) and await self.seats[name].engine.busy()}
         return sorted(found, key=lambda name: name not in busy)
 
     async def truth(self, names: Iterable[str]) -> list[str]:
@@ -215,3 +215,8 @@ class Swaps:
         done = await seat.evict()
         self._evicted(name, done)
         return [] if done.gone else [name]
+
+
+def _may_work(seat: Seat) -> bool:
+    """Whether it may work on something though no gate has run: its clients go past it, or its jobs outlive it."""
+    return not seat.owned or seat.tenant.mode is Mode.COMFYUI

@@ -157,3 +157,6 @@ def test_the_arbiters_notes_become_lines_and_losses_are_loud(capsys: pytest.Capt
     logs.narrate("swap_failed", {"target": "two", "reason": "no file", "event": "odd"})
     assert "swap_failed target=two" in (out := capsys.readouterr().err)
     assert len(out.splitlines()) == 1
+    for end in ("success", "interrupted", "lost", "timeout"):
+        logs.narrate("job_end", {"prompt_id": "x", "tenant": "comfyui", "end": end, "seconds": 1.0})
+    assert [line.rsplit("end=")[1].split()[0] for line in capsys.readouterr().err.splitlines()] == ["lost", "timeout"]

@@ -31,6 +31,15 @@ def test_a_swap_under_way_says_how_long_they_take():
     assert "comfyui is on its way; a swap takes 2.5 s on average" in said
 
 
+def test_work_past_the_gate_and_engines_that_are_off_are_told_of():
+    past = [{"tenant": "comfyui", "what": "1 job(s) sent past the gate", "age_s": 3.0}]
+    engines = [{**engine, "away": engine["name"] == "comfyui"} for engine in FOUND["engines"]]
+    said = text({**FOUND, "bypass": past, "engines": engines}, "nobody")
+    assert "  comfyui: 1 job(s) sent past the gate, for 3.0 s" in said
+    assert "  comfyui did not take the last connection: requests for it are tried again, without the card" in said
+    assert "did not take the last connection" not in text(FOUND, "nobody")
+
+
 def test_who_waits_for_nothing_is_told_what_the_lock_does_to_it():
     said = text(FOUND, "nobody")
     assert "nobody waits for nothing" in said

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from gpu_turnstile.sim import serve
-from gpu_turnstile.sim.faults import PromptReply
+from gpu_turnstile.sim.faults import JobFate, PromptReply
 from tests.aio import run_async, until
 from tests.e2e.house import House, graph, house
 from tests.e2e.test_document import (
@@ -363,3 +363,24 @@ async def test_a_gate_killed_in_the_middle_of_a_job_starts_again_and_waits_for_i
             assert began < last(comfy, "/free") <= last(ollama, "/api/chat")
             assert len(posts(comfy, "/prompt")) == 1
         assert not sims["card"].alarms()
+
+
+@pytest.mark.parametrize("sent", ["through", "past"])
+@run_async
+async def test_a_job_that_never_ends_gets_the_time_of_one_job_and_is_not_taken_up_again(tmp_path, sent):
+    """ComfyUI 0.3.64: a prompt with `extra_data: null` ends its worker and stays in the queue, running, for ever."""
+    async with fence(tmp_path, alarms=True, job_timeout=0.4, unload_timeout=0.4) as h:
+        h.comfy.faults.job_end = JobFate.NEVER
+        if sent == "through":
+            assert (await prompt(h)).status_code == 200
+        else:
+            await past(h)
+        await until(lambda: of_kind(h, "job_end"))
+        assert (await chat(h)).status_code == 200
+        looks = len(entries(h.comfy, "/queue"))
+        await until(lambda: len(entries(h.comfy, "/queue")) > looks + 5)
+        assert (await asyncio.wait_for(chat(h), 0.3)).status_code == 200
+        assert [fields["end"] for fields in of_kind(h, "job_end")] == ["timeout"]
+        assert not of_kind(h, "no_job")
+        assert h.comfy.queue.running
+        h.comfy.faults.heal()

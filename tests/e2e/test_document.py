@@ -286,7 +286,7 @@ async def test_everything_but_post_prompt_passes_at_once_on_the_comfyui_listener
             assert answer.status_code == 200, (method, path)
         picture = {"image": ("a.png", b"png", "image/png")}
         assert (await h.http.post(f"{h.comfy_gate}{prefix}/upload/image", files=picture)).status_code == 200
-        assert (await h.http.get(f"{h.comfy_gate}{prefix}/view?filename=a.png")).status_code == 200
+        assert (await h.http.get(f"{h.comfy_gate}{prefix}/view?filename=a.png&type=input")).status_code == 200
         assert leases(h, "ollama") == 1
         assert not h.view.waiting
 

@@ -319,10 +319,11 @@ async def test_a_prompt_that_is_refused_comes_back_word_for_word_and_holds_nothi
 @run_async
 async def test_a_body_that_is_no_json_object_is_comfyuis_to_refuse(tmp_path):
     async with studio(tmp_path) as h:
-        bodies = [b"", b"not json", b"[]", b'"x"', b"\xff\xfe", b"[" * 5000]
+        refused, broken = [b"[]", b'"x"', b"[1]"], [b"", b"not json", b"null", b"\xff\xfe", b"[" * 5000]
+        bodies = [*refused, *broken]
         for body in bodies:
             reply = await h.http.post(f"{h.comfy_gate}/prompt", content=body)
-            assert reply.status_code == 500
+            assert reply.status_code == (400 if body in refused else 500)
             assert "x-turnstile-error" not in reply.headers
             await until(lambda: not h.view.leases, 3 * POLL + SLACK)
         assert len(posts(h.comfy, "/prompt")) == len(bodies)

@@ -14,13 +14,14 @@ def look(where, *connections):
 
 
 QUEUED, RUNNING, GONE = look(Where.QUEUED), look(Where.RUNNING), look(Where.GONE)
-SILENT, CUT = look(Where.SILENT), look(Where.CUT)
+SILENT, CUT, REFUSED = look(Where.SILENT), look(Where.CUT), look(Where.REFUSED)
+PATIENCE = 3.0
 
 
 def end_after(*sightings):
-    """The end, which only the last sighting may bring."""
-    watch = JobWatch()
-    ends = [watch.see(sighting) for sighting in sightings]
+    """The end, which only the last sighting may bring; there is one a second."""
+    watch = JobWatch(PATIENCE)
+    ends = [watch.see(sighting, float(now)) for now, sighting in enumerate(sightings)]
     assert ends[:-1] == [None] * (len(ends) - 1)
     return ends[-1]
 
@@ -35,6 +36,9 @@ def end_after(*sightings):
         ([GONE, GONE], JobEnd.LOST),
         ([QUEUED, CUT, GONE, GONE], JobEnd.LOST),
         ([RUNNING, CUT, SILENT, GONE, GONE], JobEnd.LOST),
+        ([RUNNING, REFUSED, GONE, GONE], JobEnd.LOST),
+        ([RUNNING, REFUSED, REFUSED, REFUSED, REFUSED], JobEnd.LOST),
+        ([QUEUED, CUT, REFUSED, REFUSED, REFUSED, REFUSED], JobEnd.LOST),
         ([QUEUED, SILENT, GONE, GONE], JobEnd.DELETED),
         ([CUT, QUEUED, GONE, GONE], JobEnd.DELETED),
         ([RUNNING, CUT, RUNNING, Sighting(Where.ENDED, JobEnd.SUCCESS)], JobEnd.SUCCESS),
@@ -45,9 +49,19 @@ def test_the_end_follows_from_what_was_seen(sightings, end):
     assert end_after(*sightings) is end
 
 
-@pytest.mark.parametrize("between", [SILENT, CUT, RUNNING])
+@pytest.mark.parametrize("between", [SILENT, CUT, RUNNING, REFUSED])
 def test_looks_that_do_not_follow_each_other_do_not_agree(between):
     assert end_after(RUNNING, GONE, between, GONE) is None
+
+
+@pytest.mark.parametrize("between", [SILENT, CUT, RUNNING, QUEUED])
+def test_a_server_is_given_up_only_if_nobody_listened_there_all_the_time(between):
+    assert end_after(RUNNING, REFUSED, REFUSED, REFUSED, between, REFUSED, REFUSED, REFUSED) is None
+
+
+@pytest.mark.parametrize("trouble", [SILENT, CUT])
+def test_a_server_that_is_silent_or_out_of_reach_keeps_its_job(trouble):
+    assert end_after(RUNNING, *[trouble] * 100) is None
 
 
 def test_a_new_connection_on_a_server_that_keeps_them_means_a_restart():
@@ -63,9 +77,9 @@ def test_new_connections_say_nothing_on_a_server_that_closes_them():
 
 
 def test_a_job_that_runs_for_days_is_remembered_in_bounded_memory():
-    watch = JobWatch()
+    watch = JobWatch(PATIENCE)
     for n in range(10_000):
-        watch.see(look(Where.RUNNING, str(n)))
+        watch.see(look(Where.RUNNING, str(n)), float(n))
     assert len(watch._known) <= 32
 
 

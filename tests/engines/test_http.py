@@ -7,6 +7,7 @@ import socket
 
 import httpx
 import msgspec
+import pytest
 
 from gpu_turnstile.engines.base import Health
 from gpu_turnstile.engines.http import Failure, Reply, call, probe_of
@@ -57,7 +58,14 @@ def test_a_port_nobody_listens_on_is_unreachable():
             async with httpx.AsyncClient(trust_env=False) as http:
                 return await call(http, "GET", url, timeout=1)
 
-        assert run(main()).failure is Failure.UNREACHABLE
+        reply = run(main())
+        assert reply.failure is Failure.UNREACHABLE
+        assert reply.refused
+
+
+@pytest.mark.parametrize("trouble", [HANG, CUT])
+def test_a_server_that_is_there_and_does_not_answer_has_refused_nobody(trouble):
+    assert not ask(lambda *_: trouble)[0].refused
 
 
 def test_a_host_that_does_not_resolve_is_unreachable_and_a_bad_url_is_broken():
@@ -65,7 +73,9 @@ def test_a_host_that_does_not_resolve_is_unreachable_and_a_bad_url_is_broken():
         async with httpx.AsyncClient(trust_env=False) as http:
             return await call(http, "GET", url, timeout=5)
 
-    assert run(main("http://no-such-host.invalid/")).failure in (Failure.UNREACHABLE, Failure.TIMEOUT)
+    unknown = run(main("http://no-such-host.invalid/"))
+    assert unknown.failure in (Failure.UNREACHABLE, Failure.TIMEOUT)
+    assert not unknown.refused
     assert run(main("http://[::1")).failure is Failure.BROKEN
 
 

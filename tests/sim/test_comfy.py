@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from gpu_turnstile.sim.comfy_files import PIXEL
+
 from .comfy_desk import ended, graph, running, started, submit
 from .helpers import in_loop
 
@@ -146,7 +148,12 @@ def _save(node: str) -> dict[str, Any]:
 
 
 _NO_IMAGES = {"9": {"class_type": "SaveImage", "inputs": {"filename_prefix": "x"}}}
-_WRONG_MODEL = {"8": {"class_type": "CheckpointLoaderSimple", "inputs": {"ckpt_name": "missing"}}, "7": _save("8")}
+_WRONG_MODEL = {
+    "1": {"class_type": "CheckpointLoaderSimple", "inputs": {"ckpt_name": "missing.safetensors"}},
+    "2": {"class_type": "EmptyLatentImage", "inputs": {"width": 64, "height": 64, "batch_size": 1}},
+    "3": {"class_type": "VAEDecode", "inputs": {"samples": ["2", 0], "vae": ["1", 2]}},
+    "9": _save("3"),
+}
 
 
 @pytest.mark.parametrize(
@@ -189,7 +196,7 @@ async def test_a_graph_with_one_valid_output_runs_and_names_the_other() -> None:
 @in_loop
 async def test_an_uploaded_image_can_be_loaded() -> None:
     async with started() as (_, http):
-        answer = await http.post("/upload/image", files={"image": ("cat.png", b"123")})
+        answer = await http.post("/upload/image", files={"image": ("cat.png", PIXEL)})
         assert answer.json() == {"name": "cat.png", "subfolder": "", "type": "input"}
         prompt = {"8": {"class_type": "LoadImage", "inputs": {"image": "cat.png"}}, "9": _save("8")}
         assert (await ended(http, await submit(http, prompt)))["status"]["completed"]

@@ -119,7 +119,7 @@ async def test_the_reply_to_a_prompt_may_come_after_its_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reply", "status", "says"), [("no_id", 200, '"prompt_id":null'), ("html", 200, "<html>"), ("error", 500, "500")]
+    ("reply", "status", "says"), [("no_id", 200, '"prompt_id": null'), ("html", 200, "<html>"), ("error", 500, "500")]
 )
 @in_loop
 async def test_the_reply_to_a_prompt_may_be_nonsense_and_then_nothing_is_queued(

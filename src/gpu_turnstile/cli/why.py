@@ -32,6 +32,7 @@ class Reason:
     lock: dict[str, Any] = field(default_factory=dict)
     ahead: list[dict[str, Any]] = field(default_factory=list)
     swap_seconds: float | None = None
+    beside: list[str] = field(default_factory=list)  # what goes on that is nobody's place in a line
     turn: dict[str, Any] | None = None
     war: dict[str, Any] | None = None
     would_help: list[str] = field(default_factory=list)
@@ -58,6 +59,7 @@ def explain(found: dict[str, Any], metrics: str, client: str, now: datetime, *, 
     reason.holds = _holds(found, client)
     reason.card = _card(found, now)
     reason.ahead = _ahead(found, reason.waits)
+    reason.beside = list(_beside(found))
     reason.turn = found.get("turn") if reason.waits else None
     reason.would_help = list(_help(found, reason))
     return reason
@@ -89,6 +91,16 @@ def _card(found: dict[str, Any], now: datetime) -> dict[str, Any]:
         "inflight": found["inflight"],
         "jobs": found["jobs"],
     }
+
+
+def _beside(found: dict[str, Any]) -> Iterator[str]:
+    """Work past the gate, which a hand-over waits for; engines that are off, whose requests are in no line."""
+    for item in found.get("bypass", ()):
+        yield f"{item['tenant']}: {item['what']}, for {ago(item['age_s'])}"
+    for engine in found["engines"]:
+        if engine.get("away"):
+            name = engine["name"]
+            yield f"{name} did not take the last connection: requests for it are tried again, without the card"
 
 
 def _ahead(found: dict[str, Any], waits: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -151,6 +163,8 @@ def lines(reason: Reason) -> Iterator[str]:
         yield f"  in flight: {clean(lease['client'])} on {clean(lease['tenant'])}, for {ago(lease['age_s'])}"
     for job in reason.card["jobs"]:
         yield f"  image job: {clean(job['prompt_id'])}, {clean(job['phase'])}, for {ago(job['age_s'])}"
+    for beside in reason.beside:
+        yield f"  {clean(beside)}"
     yield f"the lock: {holders(reason.lock)}"
     if reason.turn is not None:
         yield f"the turn: {_turn(reason.turn)}"

@@ -79,6 +79,7 @@ class EngineInfo(BaseModel):
     owned: bool
     url: str
     on_card: bool
+    away: bool = Field(False, description="it did not take the last connection; requests for it are tried again")
     asleep: bool = Field(False, description="its process is kept without the card, for a quick return")
     vram_gb: float | None = Field(None, description="what it needs of the card; null = not known")
     vram_from: Sized | None = Field(None, description="how that is known: declared, learned or computed")

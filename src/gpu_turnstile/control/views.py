@@ -172,6 +172,7 @@ def _engines(house: House, snapshot: Snapshot) -> list[shapes.EngineInfo]:
             owned=seat.owned,
             url=seat.engine.url,
             on_card=name in snapshot.residents,
+            away=name in house.gateway.away and not seat.owned,
             asleep=seat.asleep,
             vram_gb=seat.tenant.footprint or None,
             vram_from=seat.tenant.sized if seat.tenant.footprint else None,
@@ -204,6 +205,10 @@ def _warnings(house: House, snapshot: Snapshot) -> list[str]:
         found.append(f"LLMC_IDLE_RESTORE: no preset is called {home}, so nothing is brought back")
     for suspect in house.suspects():
         found.append(f"{suspect['tenant']} may be stuck: no progress was seen for {suspect['seconds']:.0f} s")
+    for name in sorted(filter(house.gateway.is_external, house.gateway.away)):
+        found.append(
+            f"{name} did not take the last connection: requests for it are tried again, and keep nobody from the card"
+        )
     for name in snapshot.stuck:
         found.append(f"{name} may still hold memory on the card but cannot serve; it is evicted before anybody comes")
     for row in house.contexts.saved() if house.contexts else ():

@@ -23,11 +23,14 @@ from gpu_turnstile.engines.base import Health, JobEnd, JobPhase, Loaded, Probe, 
 from gpu_turnstile.engines.comfyui_job import CONNECTIONS_KEPT, HistoryEntry, JobWatch, Sighting, Where, end_of
 from gpu_turnstile.engines.http import LOADING_STATUS, Failure, HttpEngine, Reply, probe_of
 
+GIVEN_UP_KEPT = 100
+
 PHASES = {
     Where.QUEUED: JobPhase.QUEUED,
     Where.RUNNING: JobPhase.RUNNING,
     Where.SILENT: JobPhase.UNREACHABLE,
     Where.CUT: JobPhase.UNREACHABLE,
+    Where.REFUSED: JobPhase.UNREACHABLE,
 }
 
 
@@ -63,6 +66,7 @@ class ComfyUI(HttpEngine):
     def __init__(self, url: str, http: httpx.AsyncClient, timing: Timing) -> None:
         super().__init__(url, http, timing)
         self._connections: deque[str] = deque(maxlen=CONNECTIONS_KEPT)  # that answered, for whatever reason asked
+        self._given_up: deque[str] = deque(maxlen=GIVEN_UP_KEPT)  # jobs that had their time and are there for ever
 
     async def get(self, path: str, timeout: float | None = None) -> Reply:
         reply = await super().get(path, timeout)
@@ -86,9 +90,15 @@ class ComfyUI(HttpEngine):
         return None if queue is None else bool(queue.ids)
 
     async def find_unknown(self, known: set[str]) -> tuple[str, ...] | None:
-        """Prompts in the queue that are not `known`: somebody went past the gate. None = it could not be asked."""
+        """Prompts in the queue that are not `known`: somebody went past the gate. None = it could not be asked.
+
+        Those that were followed for as long as a job may take are not among them: a worker that has died leaves its
+        job in the queue for ever (seen: 0.3.64), and nobody must wait for that again and again.
+        """
         queue = await self.queue()
-        return None if queue is None else tuple(job for job in queue.ids if job not in known)
+        if queue is None:
+            return None
+        return tuple(job for job in queue.ids if job not in known and job not in self._given_up)
 
     async def release(self) -> Release:
         """Wait for the empty queue (`timing.unload_timeout`), then `/free` (`timing.free_timeout`)."""
@@ -99,17 +109,19 @@ class ComfyUI(HttpEngine):
         return _freed(await self.post("/free", wish, self.timing.free_timeout))
 
     async def track(self, job: str, on_phase: Callable[[JobPhase], None] | None = None) -> JobEnd:
+        """Follow a job to its end (at most `timing.job_timeout`); a server that is gone keeps it `unload_timeout`."""
         try:
             async with asyncio.timeout(self.timing.job_timeout):
                 return await self._follow(job, on_phase)
         except TimeoutError:
+            self._given_up.append(job)
             return JobEnd.TIMEOUT
 
     async def _follow(self, job: str, on_phase: Callable[[JobPhase], None] | None) -> JobEnd:
-        watch, told = JobWatch(), None
+        watch, told, loop = JobWatch(self.timing.unload_timeout), None, asyncio.get_running_loop()
         while True:
             sighting = await self._look_for(job)
-            end = watch.see(sighting)
+            end = watch.see(sighting, loop.time())
             if end is not None:
                 return end
             phase = PHASES.get(sighting.where, told)
@@ -180,6 +192,8 @@ def _connections(*replies: Reply) -> frozenset[str]:
 
 def _trouble(reply: Reply) -> Where:
     """A connection refused or broken, or a 502 of what stands in front, may mean a restart; a slow answer does not."""
+    if reply.refused:
+        return Where.REFUSED
     cut = reply.failure in (Failure.UNREACHABLE, Failure.BROKEN) or reply.status in LOADING_STATUS
     return Where.CUT if cut else Where.SILENT
 

@@ -1,4 +1,4 @@
-"""How a ComfyUI job ended, told from what was seen of it. Pure: sightings in, an end out; no I/O, no clock.
+"""How a ComfyUI job ended, told from what was seen of it. Pure: sightings in, an end out; no I/O, time is an argument.
 
 ComfyUI keeps queue and history in memory and answers `{}` for a job that is unknown, unfinished or deleted alike, so
 one look proves little. What this rests on:
@@ -8,6 +8,8 @@ one look proves little. What this rests on:
   in neither, in two agreeing looks, the server being          and last seen
     the one that knew it             queued  -> deleted       running -> cleared (ended, its entry wiped)
     another one, or never seen       lost
+  nobody listens at its address, look after look,
+    for as long as a restart may take          lost: queue and history ended with the process
 
 "The one that knew it" is judged by evidence: a refused or broken connection since, or a look that came by a new
 connection although this server keeps its connections open, says it was restarted. Silence says nothing.
@@ -33,7 +35,8 @@ class Where(Enum):
     ENDED = auto()
     GONE = auto()  # readable answers, and in neither list
     SILENT = auto()  # no readable answer; proves nothing
-    CUT = auto()  # the connection was refused or broke: it may be another server afterwards
+    CUT = auto()  # the connection broke, or none was to be had: it may be another server afterwards
+    REFUSED = auto()  # nobody listens there: its process has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,10 @@ class Sighting:
 
 
 class JobWatch:
-    def __init__(self) -> None:
+    def __init__(self, patience: float) -> None:
+        """`patience`: seconds a server may be gone until what it knew is given up."""
+        self._patience = patience
+        self._refused_since: float | None = None
         self._last_seen: Where | None = None
         self._gone_looks = 0
         self._cut = False
@@ -55,8 +61,10 @@ class JobWatch:
         self._keeps_connections = False
         self._same_server = False
 
-    def see(self, sighting: Sighting) -> JobEnd | None:
-        """The end, once it is certain."""
+    def see(self, sighting: Sighting, now: float) -> JobEnd | None:
+        """The end, once it is certain. `now` in seconds, of any clock that never goes back."""
+        if sighting.where is not Where.REFUSED:
+            self._refused_since = None
         match sighting.where:
             case Where.ENDED:
                 return sighting.end
@@ -64,10 +72,19 @@ class JobWatch:
                 self._alive(sighting)
             case Where.GONE:
                 return self._missing(sighting)
-            case Where.SILENT | Where.CUT:
+            case Where.SILENT:
                 self._gone_looks = 0
-                self._cut = self._cut or sighting.where is Where.CUT
+            case Where.CUT:
+                self._gone_looks, self._cut = 0, True
+            case Where.REFUSED:
+                self._gone_looks, self._cut = 0, True
+                return self._refused(now)
         return None
+
+    def _refused(self, now: float) -> JobEnd | None:
+        if self._refused_since is None:
+            self._refused_since = now
+        return JobEnd.LOST if now - self._refused_since >= self._patience else None
 
     def _alive(self, sighting: Sighting) -> None:
         self._last_seen = sighting.where

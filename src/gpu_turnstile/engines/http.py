@@ -37,6 +37,7 @@ class Reply:
     """An answer (`status`) or the reason there is none (`failure` and `error`).
 
     `connection` names the TCP connection it came by: two replies on one connection come from one server process.
+    `refused`: the machine is there and says that nobody listens at this address.
     """
 
     status: int | None = None
@@ -45,6 +46,7 @@ class Reply:
     error: str = ""
     connection: str | None = None
     date: datetime | None = None
+    refused: bool = False
 
     @property
     def ok(self) -> bool:
@@ -109,7 +111,8 @@ async def _attempt(
         async with http.stream(method, url, json=body, timeout=limits, headers=headers) as response:
             return await _read(response)
     except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-        return Reply(failure=Failure.UNREACHABLE, error=f"cannot connect: {_text(error)}")
+        said = f"cannot connect: {_text(error)}"
+        return Reply(failure=Failure.UNREACHABLE, error=said, refused=_was_refused(error))
     except httpx.TimeoutException:
         return Reply(failure=Failure.TIMEOUT, error=f"no answer within {timeout:.3g} s")
     except TimeoutError:
@@ -146,6 +149,15 @@ def _date(header: str | None) -> datetime | None:
     except ValueError:
         return None
     return date if date.tzinfo else date.replace(tzinfo=UTC)
+
+
+def _was_refused(error: BaseException | None) -> bool:
+    """Whether what lies under an error of connecting is a refusal, at every address of the name."""
+    while error is not None and not isinstance(error, ConnectionRefusedError):
+        if isinstance(error, BaseExceptionGroup):
+            return all(map(_was_refused, error.exceptions))
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _text(error: Exception) -> str:

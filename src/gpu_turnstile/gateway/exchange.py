@@ -7,7 +7,8 @@ Kept true here, whoever leaves or dies at whatever moment:
 - the ticket is released or left exactly once, and the connection to the engine is given back or closed;
 - bytes of the answer are passed on as they came, when they came; a client that reads slowly pauses its own engine;
 - an answer that was cut never looks complete;
-- a request that may have reached an engine is never sent again.
+- a request that may have reached an engine is never sent again;
+- whoever waits for an engine that does not take connections keeps nobody from the card meanwhile.
 """
 
 from __future__ import annotations
@@ -90,6 +91,7 @@ class Exchange:
         "_tries",
         "_tunnel",
         "_upstream",
+        "_wants",
         "_wrap",
         "client",
         "gateway",
@@ -103,6 +105,7 @@ class Exchange:
         self.head = head
         self.place = place
         self._ticket: Ticket | None = None
+        self._wants: tuple[tuple[str, ...], bool, bool] | None = None  # what the card was asked for, for the next time
         self._upstream: Upstream | None = None
         self._connection: UpstreamConnection | None = None
         self._retry: asyncio.TimerHandle | None = None
@@ -356,6 +359,11 @@ class Exchange:
         if head.lock_token and not head.lock_token.isdigit():
             self._fail(Problem("bad_request", "X-Turnstile-Lock must be the number that the lock was given with"))
             return
+        self._wants = (wants, in_place, stay)
+        if gateway.away and gateway.is_away(wants):  # nobody has to leave for an engine that may still be off
+            self._upstream = gateway.upstream_of(wants[0])
+            self._open()
+            return
         ticket = gateway.arbiter.acquire(
             wants,
             in_place=in_place,
@@ -397,7 +405,7 @@ class Exchange:
             return
         connection = None if self._tunnel else upstream.take()
         if connection is not None:
-            self._use(connection)
+            self._reached(connection)
         else:
             upstream.connect(self._connected)
 
@@ -405,13 +413,26 @@ class Exchange:
         if self._dead:  # the client left meanwhile; a connection that is being made is better dropped when it is there
             if connection is not None:
                 connection.drop()
-        elif connection is not None:
+        elif connection is None:
+            self._unreachable(error)
+        else:
+            self._reached(connection)
+
+    def _reached(self, connection: UpstreamConnection) -> None:
+        """Use the connection; or, of an engine that was off and is there again, ask for the card now."""
+        if self.gateway.away:
+            self.gateway.away.discard(connection.upstream.name)
+        if self._wants is None or self._ticket is not None:
             self._use(connection)
         else:
-            self._unreachable(error)
+            connection.drop()
+            self._acquire(*self._wants)
 
     def _unreachable(self, error: Exception | None) -> None:
-        """The request certainly did not reach the engine: try again, longer and longer, until the client leaves."""
+        """The request certainly did not reach the engine: try again, longer and longer, until the client leaves.
+
+        Without the card: it is asked for again when the engine is there.
+        """
         why = str(error) or type(error).__name__
         if self._ticket is not None and self._ticket.tenant is not None:
             seat = self.gateway.arbiter.seat(self._ticket.tenant)
@@ -424,7 +445,17 @@ class Exchange:
         if self.place.kind is Kind.NEUTRAL and courtesy.answer(self.head, self.place) is not None:
             self._without_engine(Problem("upstream_unreachable", why))
             return
+        self._go_without()
         self._later(why)
+
+    def _go_without(self) -> None:
+        """Nobody has to wait for the card behind an engine that does not take connections."""
+        if self._upstream is not None and self.gateway.is_external(self._upstream.name):
+            self.gateway.away.add(self._upstream.name)
+        ticket, self._ticket = self._ticket, None
+        if ticket is not None:
+            ticket.on_cut = None
+            self.gateway.arbiter.release(ticket)
 
     def _use(self, connection: UpstreamConnection) -> None:
         head = self.head

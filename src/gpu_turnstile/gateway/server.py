@@ -115,6 +115,7 @@ class Gateway:
         self.follow = follow
         self.counts = Counts()
         self.connections: set[ClientConnection] = set()
+        self.away: set[str] = set()  # engines others run that did not take the last connection
         self._upstreams: dict[str, Upstream] = {}
         self._servers: list[asyncio.Server] = []
         self._guard = Guard(options.allowed_hosts, options.allowed_origins, options.api_keys)
@@ -240,6 +241,10 @@ class Gateway:
         self.counts.unreachable += 1
         name = upstream.name if upstream else "?"
         log.warning("upstream_unreachable", engine=name, reason=why, retry_in=pause)
+
+    def is_away(self, wants: tuple[str, ...]) -> bool:
+        """Nobody else could serve the request, and its engine did not take the last connection."""
+        return len(wants) == 1 and wants[0] in self.away and self.is_external(wants[0])
 
     def upstream_failed(self, upstream: Upstream | None, problem: Problem, *, midstream: bool) -> None:
         name = upstream.name if upstream else "?"

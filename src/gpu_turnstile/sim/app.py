@@ -78,6 +78,7 @@ def comfyui(
     host: Host = "127.0.0.1",
     vram_gb: Annotated[float, typer.Option(help="What a job takes and keeps until /free.")] = 10.0,
     residual_gb: Annotated[float, typer.Option(help="What stays after /free.")] = 0.5,
+    context_gb: Annotated[float, typer.Option(help="What its process takes at the start.")] = 0.0,
     job_s: Annotated[float, typer.Option(help="Seconds of a job without a SleepImage node.")] = 3.0,
     card: CardFile = None,
     card_gb: CardGb = 24.0,
@@ -91,7 +92,12 @@ def comfyui(
     faults = _faults(ComfyFaults, fault)
     run(
         lambda: ComfySim(
-            card=_card(card, card_gb), vram_gb=vram_gb, residual_gb=residual_gb, job_s=job_s, faults=faults
+            card=_card(card, card_gb),
+            vram_gb=vram_gb,
+            residual_gb=residual_gb,
+            context_gb=context_gb,
+            job_s=job_s,
+            faults=faults,
         ),
         host=host,
         port=port,

@@ -8,7 +8,6 @@ go to the socket with its client id alone (the last one that came with it); only
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import re
 import time
@@ -16,14 +15,27 @@ import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, ClassVar
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route, WebSocketRoute
+from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from gpu_turnstile.sim import comfy_jobs, comfy_nodes
 from gpu_turnstile.sim.base import Answer, Cut, Sim, gone, pause
 from gpu_turnstile.sim.card import GB, SimCard
+from gpu_turnstile.sim.comfy_files import Files
+from gpu_turnstile.sim.comfy_http import (
+    JsonAnswer,
+    broken,
+    empty,
+    fields_of,
+    is_foreign,
+    not_found,
+    object_of,
+    refused,
+)
 from gpu_turnstile.sim.comfy_nodes import Json
 from gpu_turnstile.sim.comfy_queue import Job, Queue, Settings
 from gpu_turnstile.sim.faults import ComfyFaults, PromptReply
@@ -37,11 +49,7 @@ FEATURES = {
     "node_replacements": True,
     "assets": False,
 }
-PIXEL = base64.b64decode(
-    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
-)
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-_FILE_NAME = re.compile(rb'name="image"; filename="([^"]*)"')
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -69,8 +77,8 @@ class Sockets:
 
 
 class ComfySim(Sim[ComfyFaults]):
-    """`vram_gb`: what a job takes and keeps; `residual_gb`: what stays after /free. `job_s`: seconds of a job
-    whose graph has no SleepImage node."""
+    """`vram_gb`: what a job takes and keeps; `residual_gb`: what stays after /free; `context_gb`: what its process
+    takes at the start. `job_s`: seconds of a job whose graph has no SleepImage node."""
 
     kind: ClassVar[str] = "comfyui"
 
@@ -81,6 +89,7 @@ class ComfySim(Sim[ComfyFaults]):
         name: str = "comfyui",
         vram_gb: float = 10.0,
         residual_gb: float = 0.5,
+        context_gb: float = 0.0,
         job_s: float = 0.1,
         faults: ComfyFaults | None = None,
     ) -> None:
@@ -88,11 +97,12 @@ class ComfySim(Sim[ComfyFaults]):
         self.sockets = Sockets()
         settings = Settings(name, int(vram_gb * GB), int(residual_gb * GB), job_s)
         self.queue = Queue(settings, self.card, self.faults, self.sockets, self.counters)
-        self.uploads: set[str] = set()
+        self.files = Files(self.queue)
+        self._context = int(context_gb * GB)
         self._number = 0
 
     def routes(self) -> Sequence[BaseRoute]:
-        table: list[tuple[str, str, Endpoint]] = [
+        self._table: list[tuple[str, str, Endpoint]] = [
             ("GET", "/prompt", self._get_prompt),
             ("POST", "/prompt", self._post_prompt),
             ("GET", "/queue", self._get_queue),
@@ -116,15 +126,17 @@ class ComfySim(Sim[ComfyFaults]):
             ("GET", "/users", self._constant({"storage": "server", "migrated": True})),
             ("GET", "/api/jobs", self._get_jobs),
             ("GET", "/api/jobs/{job_id}", self._get_job),
+            ("POST", "/api/jobs/cancel", self._cancel_jobs),
             ("POST", "/api/jobs/{job_id}/cancel", self._cancel_job),
         ]
         twins: list[BaseRoute] = [
             Route(prefix + path, endpoint, methods=[method])
             for prefix in ("", "/api")
-            for method, path, endpoint in table
+            for method, path, endpoint in self._table
         ]
         sockets = [WebSocketRoute(path, self._ws) for path in ("/ws", "/api/ws")]
-        return [Route("/", self._page, methods=["GET"]), *twins, *sockets]
+        doors = [Route(path, self._no_socket, methods=["GET"]) for path in ("/ws", "/api/ws")]
+        return [Route("/", self._page, methods=["GET"]), *twins, *doors, *sockets]
 
     def state(self) -> Json:
         running = self.queue.running
@@ -136,12 +148,15 @@ class ComfySim(Sim[ComfyFaults]):
         }
 
     def not_found(self, request: Request, exc: Exception) -> Response:
-        return _empty(404)
+        path = request.url.path.removeprefix("/api")
+        return not_found(request, [method for method, known, _ in self._table if known == path])
 
     def server_error(self) -> Response:
-        return _broken().response
+        return broken().response
 
     def begin(self) -> None:
+        if self._context:
+            self.card.hold(self.name, self._context)
         self.spawn(self.queue.work())
 
     def wipe(self) -> None:
@@ -151,10 +166,10 @@ class ComfySim(Sim[ComfyFaults]):
     # ------------------------------------------------------------------------------------ jobs
 
     async def _get_prompt(self, request: Request) -> Response:
-        return JSONResponse(self.queue.status()["status"])
+        return JsonAnswer(self.queue.status()["status"])
 
     async def _post_prompt(self, request: Request) -> Response:
-        body = await _body(request)
+        body = await fields_of(request)
         self._refuse_if_told()
         job, node_errors = self._job(body)
         self.queue.put(job)
@@ -163,16 +178,16 @@ class ComfySim(Sim[ComfyFaults]):
             raise Cut
         if self.faults.prompt_reply is PromptReply.AFTER_END:
             await job.ended.wait()
-        return JSONResponse({"prompt_id": job.id, "number": job.number, "node_errors": node_errors})
+        return JsonAnswer({"prompt_id": job.id, "number": job.number, "node_errors": node_errors})
 
     def _refuse_if_told(self) -> None:
         reply = self.faults.prompt_reply
         if reply is PromptReply.NO_ID:
-            raise Answer(JSONResponse({"prompt_id": None, "number": self._number, "node_errors": {}}))
+            raise Answer(JsonAnswer({"prompt_id": None, "number": self._number, "node_errors": {}}))
         if reply is PromptReply.HTML:
             raise Answer(HTMLResponse("<html><body>Please sign in</body></html>"))
         if reply is PromptReply.ERROR:
-            raise _broken()
+            raise broken()
 
     def _job(self, body: Json) -> tuple[Job, Json]:
         """Raises Answer (400) with ComfyUI's reason."""
@@ -182,76 +197,90 @@ class ComfySim(Sim[ComfyFaults]):
                 "prompt_id must be a UUID string in canonical lowercase hyphenated form; "
                 "omit it to let the server generate one"
             )
-            raise _refused(comfy_nodes.error("invalid_prompt_id", "prompt_id must be a valid UUID", details), {})
+            raise refused(comfy_nodes.error("invalid_prompt_id", "prompt_id must be a valid UUID", details), {})
         if "prompt" not in body:
             message = "No prompt provided"
-            raise _refused(comfy_nodes.error("no_prompt", message, message), {})
-        checked = comfy_nodes.check(body["prompt"], self.uploads)
+            raise refused(comfy_nodes.error("no_prompt", message, message), {})
+        graph, extra = body["prompt"], body.get("extra_data", {})
+        if not isinstance(graph, dict) or not all(isinstance(node, dict) for node in graph.values()):
+            raise broken()
+        if not isinstance(extra, dict):
+            raise broken()
+        number = self._next_number(body)
+        checked = comfy_nodes.check(graph, self.queue.inputs)
         if checked.error is not None:
-            raise _refused(checked.error, checked.node_errors)
-        extra = dict(body.get("extra_data") or {})
+            raise refused(checked.error, checked.node_errors)
+        extra = dict(extra)
         if "client_id" in body:
             extra["client_id"] = body["client_id"]
         extra["create_time"] = int(time.time() * 1000)
-        job = Job(self._next_number(body), job_id or str(uuid.uuid4()), body["prompt"], extra, checked.outputs)
+        job = Job(number, job_id or str(uuid.uuid4()), graph, extra, checked.outputs)
         return job, checked.node_errors
 
     def _next_number(self, body: Json) -> float:
         if "number" in body:
-            return float(body["number"])
+            try:
+                return float(body["number"])
+            except (TypeError, ValueError):
+                raise broken() from None
         number, self._number = self._number, self._number + 1
         return -number if body.get("front") else number
 
     async def _get_queue(self, request: Request) -> Response:
         running = [self.queue.running.as_json()] if self.queue.running else []
         pending = [job.as_json() for job in self.queue.pending]
-        return JSONResponse({"queue_running": running, "queue_pending": pending})
+        return JsonAnswer({"queue_running": running, "queue_pending": pending})
 
     async def _post_queue(self, request: Request) -> Response:
-        body = await _body(request)
+        body = await fields_of(request)
         if body.get("clear"):
             self.queue.clear()
         for job_id in body.get("delete", []):
             self.queue.delete(job_id)
-        return _empty()
+        return empty()
 
     async def _get_history(self, request: Request) -> Response:
         history = self.queue.history
         job_id = request.path_params.get("job_id")
         if job_id is not None:
-            return JSONResponse({job_id: history[job_id]} if job_id in history else {})
+            return JsonAnswer({job_id: history[job_id]} if job_id in history else {})
         count, offset = request.query_params.get("max_items"), int(request.query_params.get("offset", -1))
         ids = list(history)
         if count is not None:
             first = len(ids) - int(count) if offset < 0 else offset
             ids = ids[max(first, 0) :][: int(count)]
-        return JSONResponse({key: history[key] for key in ids})
+        return JsonAnswer({key: history[key] for key in ids})
 
     async def _post_history(self, request: Request) -> Response:
-        body = await _body(request)
+        body = await fields_of(request)
         if body.get("clear"):
             self.queue.history.clear()
         for job_id in body.get("delete", []):
             self.queue.history.pop(job_id, None)
-        return _empty()
+        return empty()
 
     async def _post_interrupt(self, request: Request) -> Response:
-        raw = await request.body()
-        self.queue.interrupt((await _body(request)).get("prompt_id") if raw else None)
-        return _empty()
+        try:
+            body = json.loads(await request.body())
+        except ValueError:
+            body = {}  # it means whatever runs
+        if not isinstance(body, dict):
+            raise broken()
+        self.queue.interrupt(body.get("prompt_id"))
+        return empty()
 
     async def _post_free(self, request: Request) -> Response:
         faults = self.faults
         if faults.free_missing:
-            return _empty(404)
+            return empty(404)
         if faults.free_hang:
             await gone(request.receive)
-            return _empty()
-        body = await _body(request)
+            return empty()
+        body = await object_of(request)
         self.counters["free_calls"] += 1
         if not faults.free_ignored:
             self.spawn(self._free(bool(body.get("unload_models")), bool(body.get("free_memory"))))
-        return _empty()
+        return empty()
 
     async def _free(self, unload: bool, forget: bool) -> None:
         await pause(self.faults.free_late_s)
@@ -265,23 +294,53 @@ class ComfySim(Sim[ComfyFaults]):
         if wrong:
             valid = ", ".join(comfy_jobs.STATUSES)
             message = f"Invalid status value(s): {', '.join(wrong)}. Valid values: {valid}"
-            return JSONResponse({"error": message}, 400)
+            return JsonAnswer({"error": message}, 400)
         found = [job for job in comfy_jobs.jobs(self.queue) if not wanted or job["status"] in wanted]
-        pagination = {"offset": 0, "limit": None, "total": len(found), "has_more": False}
-        return JSONResponse({"jobs": found, "pagination": pagination})
+        offset, limit = int(request.query_params.get("offset", 0)), request.query_params.get("limit")
+        shown = found[offset:] if limit is None else found[offset : offset + int(limit)]
+        pagination = {
+            "offset": offset,
+            "limit": None if limit is None else int(limit),
+            "total": len(found),
+            "has_more": offset + len(shown) < len(found),
+        }
+        return JsonAnswer({"jobs": shown, "pagination": pagination})
 
     async def _get_job(self, request: Request) -> Response:
         found = comfy_jobs.job(self.queue, request.path_params["job_id"])
-        return JSONResponse(found) if found else JSONResponse({"error": "Job not found"}, 404)
+        return JsonAnswer(found) if found else JsonAnswer({"error": "Job not found"}, 404)
 
     async def _cancel_job(self, request: Request) -> Response:
-        return JSONResponse({"cancelled": comfy_jobs.cancel(self.queue, request.path_params["job_id"])})
+        return JsonAnswer({"cancelled": comfy_jobs.cancel(self.queue, request.path_params["job_id"])})
+
+    async def _cancel_jobs(self, request: Request) -> Response:
+        try:
+            asked = json.loads(await request.body())
+        except ValueError:
+            return JsonAnswer({"error": "Request body must be valid JSON"}, 400)
+        ids = asked.get("job_ids") if isinstance(asked, dict) else None
+        if not isinstance(ids, list):
+            return JsonAnswer({"error": "job_ids must be a list"}, 400)
+        wrong = [job_id for job_id in ids if not (isinstance(job_id, str) and _UUID.fullmatch(job_id))]
+        if wrong:
+            return JsonAnswer({"error": "job_ids contains invalid id(s)", "invalid_ids": wrong}, 400)
+        cancelled = [comfy_jobs.cancel(self.queue, job_id) for job_id in ids]  # all of them, not up to the first
+        return JsonAnswer({"cancelled": any(cancelled)})
 
     # ------------------------------------------------------------------------------------ neutral
 
+    async def _answer(self, scope: Scope, heard: Receive, send: Send) -> None:
+        """The first thing it looks at is who asks."""
+        headers = Headers(scope=scope)
+        foreign = is_foreign(headers.get("host", ""), headers.get("origin", ""), headers.get("sec-fetch-site", ""))
+        if foreign and scope["type"] == "http":
+            await empty(403)(scope, heard, send)
+        else:
+            await super()._answer(scope, heard, send)
+
     def _constant(self, data: Any) -> Endpoint:
         async def answer(request: Request) -> Response:
-            return JSONResponse(data)
+            return JsonAnswer(data)
 
         return answer
 
@@ -299,27 +358,22 @@ class ComfySim(Sim[ComfyFaults]):
             "torch_vram_total": self.card.held_by(self.name),
             "torch_vram_free": 0,
         }
-        return JSONResponse({"system": _SYSTEM, "devices": [device]})
+        return JsonAnswer({"system": _SYSTEM, "devices": [device]})
 
     async def _object_info(self, request: Request) -> Response:
         name = request.path_params.get("name")
         names = [name] if name else [*comfy_nodes.NODES]
         known = [name for name in names if name in comfy_nodes.NODES]
-        return JSONResponse({name: comfy_nodes.object_info(name) for name in known})
+        return JsonAnswer({name: comfy_nodes.object_info(name) for name in known})
 
     async def _view(self, request: Request) -> Response:
-        name = request.query_params.get("filename", "")
-        if name not in self.queue.files | self.uploads:
-            return _empty(404)
-        return Response(PIXEL, media_type="image/png")
+        return await self.files.view(request)
 
     async def _upload(self, request: Request) -> Response:
-        found = _FILE_NAME.search(await request.body())
-        if found is None:
-            return _empty(400)
-        name = found[1].decode(errors="replace")
-        self.uploads.add(name)
-        return JSONResponse({"name": name, "subfolder": "", "type": "input"})
+        return await self.files.upload(request)
+
+    async def _no_socket(self, request: Request) -> Response:
+        return PlainTextResponse('No WebSocket UPGRADE hdr: None\n Can "Upgrade" only to "WebSocket".', 400)
 
     # ------------------------------------------------------------------------------------ the websocket
 
@@ -370,27 +424,3 @@ _SYSTEM = {
     "deploy_environment": "local-git",
     "argv": ["main.py"],
 }
-
-
-def _empty(status: int = 200) -> Response:
-    return Response(b"", status, media_type="application/octet-stream")
-
-
-def _refused(error: Json, node_errors: Json) -> Answer:
-    return Answer(JSONResponse({"error": error, "node_errors": node_errors}, 400))
-
-
-def _broken() -> Answer:
-    text = "500 Internal Server Error\n\nServer got itself in trouble"
-    return Answer(Response(text, 500, media_type="text/plain"))
-
-
-async def _body(request: Request) -> Json:
-    """Anything that is not a JSON object breaks the real server's handler: 500."""
-    try:
-        body = json.loads(await request.body())
-    except ValueError:
-        raise _broken() from None
-    if not isinstance(body, dict):
-        raise _broken()
-    return body

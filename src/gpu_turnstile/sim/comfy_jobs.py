@@ -32,8 +32,8 @@ def job(queue: Queue, job_id: str) -> Json | None:
 
 
 def cancel(queue: Queue, job_id: str) -> bool:
-    """Deletes a pending one, interrupts a running one; False = neither, or interrupted already."""
-    return queue.delete(job_id) or (not queue.interrupted and queue.interrupt(job_id))
+    """Deletes a pending one, interrupts a running one; False = neither."""
+    return queue.delete(job_id) or queue.interrupt(job_id)
 
 
 def _live(job: Job, status: str) -> Json:

@@ -8,6 +8,7 @@ memory and gone after a restart. Invariant: the card is taken when the first nod
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import heapq
 import itertools
 import json
@@ -22,6 +23,11 @@ from gpu_turnstile.sim.comfy_nodes import NODES, Graph, Json, is_link, run_order
 from gpu_turnstile.sim.faults import ComfyFaults, JobFate
 
 OOM = "torch.OutOfMemoryError"
+_OOM_ADVICE = (
+    "\nThis error means you ran out of memory on your GPU.\n\nTIPS: If the workflow worked before you might have "
+    "accidentally set the batch_size to a large number."
+)
+_PICTURES = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF")  # how files begin that are pictures
 
 
 class Sockets(Protocol):
@@ -76,13 +82,14 @@ class Queue:
         self.faults = faults
         self.sockets = sockets
         self.counters = counters
+        self.inputs: dict[str, bytes] = {}  # what was uploaded; it outlives the process
         self.wipe()
 
     def wipe(self) -> None:
         self.running: Job | None = None
         self.node: str | None = None  # the one that runs
         self.history: dict[str, Json] = {}
-        self.files: set[str] = set()
+        self.files: dict[str, str] = {}  # what jobs wrote: name -> output or temp
         self.interrupted = False
         self.holding = False  # models are on the card
         self._heap: list[tuple[float, str, int, Job]] = []
@@ -188,7 +195,10 @@ class Queue:
         if self.card.hold(self.settings.name, self.settings.vram) < self.settings.vram:
             self.holding = False
             self.card.hold(self.settings.name, self.settings.residual)
-            raise NodeError(OOM, "Allocation on device 0 would exceed allowed memory. (out of memory)\n")
+            raise NodeError(OOM, "Allocation on device 0 would exceed allowed memory. (out of memory)")
+
+    def is_picture(self, name: str) -> bool:
+        return self.inputs.get(name, b"").startswith(_PICTURES)
 
     def cached(self, signature: str) -> bool:
         return signature in self._cache and self.faults.job_end is JobFate.NORMAL
@@ -205,8 +215,8 @@ class Queue:
         prefix = str(node["inputs"].get("filename_prefix", "ComfyUI")) if saved else "ComfyUI_temp_sim"
         self._saved[prefix] += 1
         name = f"{prefix}_{self._saved[prefix]:05}_.png"
-        self.files.add(name)
-        return {"filename": name, "subfolder": "", "type": "output" if saved else "temp"}
+        self.files[name] = "output" if saved else "temp"
+        return {"filename": name, "subfolder": "", "type": self.files[name]}
 
 
 class Run:
@@ -221,7 +231,7 @@ class Run:
         self.executed: list[str] = []
         self.progress: dict[str, Json] = {}
         self.results: dict[str, Json | None] = {}
-        self._slept = any(node["class_type"] == "SleepImage" for node in job.graph.values())
+        self._slept = any(_takes_its_own_time(node) for node in job.graph.values())
 
     async def run(self) -> None:
         order = run_order(self.job.graph, self.job.outputs)
@@ -271,7 +281,7 @@ class Run:
             self._stopped("interrupted", node_id, {})
             return False
         except NodeError as error:
-            self._stopped("error", node_id, _error_details(error, node))
+            self._stopped("error", node_id, {**_error_details(error, node), "current_outputs": [*self.job.graph]})
             return False
         shown = None
         if NODES[node["class_type"]].output_node:
@@ -286,13 +296,19 @@ class Run:
     async def _do(self, node_id: str, node: Json) -> None:
         await self._meet_fate()
         inputs = node.get("inputs", {})
-        if node["class_type"] == "SleepImage":
-            await self._steps(node_id, float(inputs["seconds"]), int(inputs.get("steps", 4)))
-        elif node["class_type"] == "RaiseNode":
-            raise _failure(JobFate.OOM if inputs["kind"] == "oom" else JobFate.ERROR)
-        elif not self._slept:
-            self._slept = True
-            await self._steps(node_id, self.queue.settings.job_s, 4)
+        match node["class_type"]:
+            case "SleepImage":
+                await self._steps(node_id, float(inputs["seconds"]), int(inputs.get("steps", 4)))
+            case "RaiseNode":
+                raise _failure(JobFate.OOM if inputs["kind"] == "oom" else JobFate.ERROR)
+            case "LoadImage" if not self.queue.is_picture(inputs["image"]):
+                message = f"cannot identify image file '/comfyui/input/{inputs['image']}'"
+                raise NodeError("PIL.UnidentifiedImageError", message)
+            case kind if NODES[kind].seconds:
+                await self._steps(node_id, NODES[kind].seconds, 1, told=False)
+            case kind if not self._slept:
+                self._slept = True
+                await self._steps(node_id, self.queue.settings.job_s, 4, told=kind == "KSampler")
 
     async def _meet_fate(self) -> None:
         fate = self.queue.faults.job_end
@@ -304,10 +320,13 @@ class Run:
         elif fate is not JobFate.NORMAL:
             raise _failure(fate)
 
-    async def _steps(self, node_id: str, seconds: float, steps: int) -> None:
+    async def _steps(self, node_id: str, seconds: float, steps: int, told: bool = True) -> None:
+        """`told`: it is a node that reports its progress; few do."""
         for step in range(1, steps + 1):
             await pause(seconds / steps)
             self._check_interrupt()
+            if not told:
+                continue
             self._progress(node_id, step, steps, "running")
             data = {"value": step, "max": steps, "prompt_id": self.job.id, "node": node_id}
             self.queue.sockets.send("progress", data, self.job.client)
@@ -356,6 +375,10 @@ class Run:
         self.queue.sockets.send("progress_state", data, self.job.client)
 
 
+def _takes_its_own_time(node: Json) -> bool:
+    return node["class_type"] == "SleepImage" or NODES[node["class_type"]].seconds > 0
+
+
 def _signature(graph: Graph, node_id: str) -> str:
     """What a node computes, its sources included: equal signatures give equal results."""
     node = graph[node_id]
@@ -363,22 +386,21 @@ def _signature(graph: Graph, node_id: str) -> str:
         name: [_signature(graph, value[0]), value[1]] if is_link(value) else value
         for name, value in node.get("inputs", {}).items()
     }
-    return json.dumps([node["class_type"], inputs], sort_keys=True)
+    return hashlib.sha256(json.dumps([node["class_type"], inputs], sort_keys=True).encode()).hexdigest()
 
 
 def _failure(fate: JobFate) -> NodeError:
     if fate is JobFate.OOM:
-        return NodeError(OOM, "deliberate out of memory\n")
-    return NodeError("ValueError", "deliberate failure\n")
+        return NodeError(OOM, "deliberate out of memory")
+    return NodeError("ValueError", "deliberate failure")
 
 
 def _error_details(error: NodeError, node: Json) -> Json:
     return {
-        "exception_message": error.message,
+        "exception_message": error.message + (_OOM_ADVICE if error.kind == OOM else "\n"),
         "exception_type": error.kind,
         "traceback": [f"{error.kind}: {error.message}"],
         "current_inputs": {name: [str(value)] for name, value in node.get("inputs", {}).items()},
-        "current_outputs": [],
     }
 
 
