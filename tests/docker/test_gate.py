@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -62,14 +62,15 @@ def test_the_gate_swaps_containers_and_a_killed_one_finds_them_again(gate, daemo
     assert daemon.names() == set()
 
 
+def running(daemon: Daemon) -> dict[str, Any] | None:
+    found = daemon.inspect("turnstile-a")
+    return found if found is not None and found["State"]["Running"] else None
+
+
 def test_a_container_that_was_loading_when_the_gate_was_killed_is_waited_for(gate, daemon):
     write(gate.folder, [container("a", f"sleep 5; {SERVE}")])
     gate.start()
-    with contextlib.suppress(httpx.HTTPError):
-        httpx.post(f"{gate.url}/v1/chat/completions", json={"model": "a"}, trust_env=False, timeout=1.5)
-    before = daemon.inspect("turnstile-a")
-    assert before is not None
-    gate.kill()
+    before = gate.begin_and_kill("a", lambda: running(daemon))
     gate.start()
     assert gate.chat("a").status_code == 501
     after = daemon.inspect("turnstile-a")

@@ -10,10 +10,14 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
+
+T = TypeVar("T")
 
 
 class Gate:
@@ -71,6 +75,19 @@ class Gate:
         """The lines of its log about these events; it must write JSON (LOG_FORMAT=json, LOGLEVEL=info)."""
         lines = (json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{"))
         return [line for line in lines if line.get("event") in events]
+
+    def begin_and_kill(self, model: str, there: Callable[[], T]) -> T:
+        """Kill it while it starts an engine: as soon as `there` says that one was started; what it said."""
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(self.chat, model)
+            deadline = time.monotonic() + 15
+            while not (found := there()):
+                assert time.monotonic() < deadline, self.log.read_text()[-4000:]
+                time.sleep(0.01)
+            self.kill()
+            with contextlib.suppress(httpx.HTTPError):
+                asked.result()
+        return found
 
     def chat(self, model: str) -> httpx.Response:
         body = {"model": model, "max_tokens": 2, "messages": [{"role": "user", "content": "x"}]}

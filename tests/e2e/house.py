@@ -190,4 +190,16 @@ def engine_pids(word: str) -> list[int]:
     return [p.pid for p in psutil.process_iter(["cmdline"]) if any(word in w for w in p.info["cmdline"] or ())]
 
 
-__all__ = ["House", "asyncio", "engine_pids", "graph", "house", "llama", "write"]
+def started(pids: list[int]) -> list[int]:
+    """Those that are engines already, and not shells that wait for their record to be written."""
+    import psutil
+
+    found = []
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            if psutil.Process(pid).cmdline()[:1] == [sys.executable]:
+                found.append(pid)
+    return found
+
+
+__all__ = ["House", "asyncio", "engine_pids", "graph", "house", "llama", "started", "write"]

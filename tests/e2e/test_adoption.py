@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -15,7 +14,7 @@ import httpx
 import pytest
 
 from tests.e2e.gate import Gate
-from tests.e2e.house import engine_pids, llama, write
+from tests.e2e.house import engine_pids, llama, started, write
 
 
 @pytest.fixture
@@ -66,20 +65,10 @@ def test_an_engine_whose_preset_has_gone_or_changed_meanwhile_is_ended(gate):
     assert len(engines(gate)) == 1
 
 
-def ask_and_leave(gate: Gate, model: str) -> int:
-    """Have the gate begin to start an engine; its pid."""
-    with contextlib.suppress(httpx.HTTPError):
-        body = {"model": model, "messages": []}
-        httpx.post(f"{gate.url}/v1/chat/completions", json=body, trust_env=False, timeout=0.5)
-    (pid,) = engines(gate)
-    return pid
-
-
 def test_a_gate_killed_while_an_engine_loads_leaves_no_second_one_on_the_card(gate):
     write(gate.folder, [llama("a", "--sim-load-s", "2", path=str(gate.folder / "a.gguf"))])
     gate.start()
-    ask_and_leave(gate, "a")
-    gate.kill()
+    gate.begin_and_kill("a", lambda: started(engines(gate)))
     gate.start()
     assert gate.chat("b").status_code == 200
     assert len(engines(gate)) == 1
@@ -89,10 +78,10 @@ def test_a_gate_killed_while_an_engine_loads_leaves_no_second_one_on_the_card(ga
 def test_an_engine_that_was_loading_when_the_gate_was_killed_is_waited_for_and_not_started_again(gate):
     write(gate.folder, [llama("a", "--sim-load-s", "4", path=str(gate.folder / "a.gguf"))])
     gate.start()
-    pid = ask_and_leave(gate, "a")
-    for _ in range(2):
-        gate.kill()
-        gate.start()
+    (pid,) = gate.begin_and_kill("a", lambda: started(engines(gate)))
+    gate.start()
+    gate.kill()
+    gate.start()
     status = httpx.get(f"{gate.url}/status", trust_env=False).json()
     assert (status["phase"], status["target"]) == ("swapping", "a")
     assert gate.chat("a").status_code == 200
@@ -102,8 +91,7 @@ def test_an_engine_that_was_loading_when_the_gate_was_killed_is_waited_for_and_n
 def test_one_that_ends_while_it_is_waited_for_is_started_by_the_next_request(gate):
     write(gate.folder, [llama("a", "--sim-load-s", "3", path=str(gate.folder / "a.gguf"))])
     gate.start()
-    pid = ask_and_leave(gate, "a")
-    gate.kill()
+    (pid,) = gate.begin_and_kill("a", lambda: started(engines(gate)))
     gate.start()
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(gate.chat, "a")

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
 import sys
 
-import httpx
 import pytest
 
 from gpu_turnstile.core.model import Phase
 from gpu_turnstile.sim.card import GB
 from tests.aio import run_async, until
 from tests.e2e.gate import Gate
-from tests.e2e.house import PresetText, engine_pids, house, llama, write
+from tests.e2e.house import PresetText, engine_pids, house, llama, started, write
 
 LOAD_S = 1.0
 
@@ -276,10 +274,7 @@ def test_one_that_was_loading_when_its_gate_was_killed_is_no_sleeper_and_is_wait
     gate = Gate(tmp_path)
     try:
         gate.start()
-        with contextlib.suppress(httpx.HTTPError):
-            httpx.post(f"{gate.url}/v1/chat/completions", json={"model": "s"}, trust_env=False, timeout=0.5)
-        (first,) = engine_pids(str(tmp_path / "weights"))
-        gate.kill()
+        (first,) = gate.begin_and_kill("s", lambda: started(engine_pids(str(tmp_path / "weights"))))
         gate.start()
         assert gate.chat("s").status_code == 200
         assert engine_pids(str(tmp_path / "weights")) == [first]
